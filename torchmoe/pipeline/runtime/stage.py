@@ -23,6 +23,7 @@ class MicroBatch:
         inputs: this rank's positional inputs (tokens first) on the embedding's group.
         kwargs: this rank's keyword inputs (positions, masks), for all attention groups.
         target: this rank's labels on the head's group.
+        loss_kwargs: what the loss needs of the whole step (e.g. the global number of valid tokens).
     """
 
     index: int
@@ -30,6 +31,7 @@ class MicroBatch:
     inputs: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     target: Any = None
+    loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 class AttentionOutput(NamedTuple):
