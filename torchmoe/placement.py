@@ -24,7 +24,8 @@ Residual = Literal["local", "direct", "ride"]
 LETTER: dict[str, str] = {"attention": "A", "ffn": "F"}
 
 
-class GroupId(NamedTuple):
+@dataclass(frozen=True, order=True)
+class GroupId:
     """One group of a pool. Its text, ``A0`` or ``F1``, is the key of a schedule's action list."""
 
     role: Role
@@ -34,7 +35,8 @@ class GroupId(NamedTuple):
         return f"{LETTER[self.role]}{self.index}"
 
 
-class Where(NamedTuple):
+@dataclass(frozen=True)
+class Where:
     """What one global rank is: its replica, its group, and its index inside that group."""
 
     replica: int
@@ -112,10 +114,13 @@ class Placement:
             sizes = tuple(getattr(self, name))
             object.__setattr__(self, name, sizes)
             if not sizes or any(not isinstance(n, int) or n < 1 for n in sizes):
-                raise ConfigError(f"{name}={list(sizes)}: every group needs at least one rank; give a list of positive sizes, one per group")
+                raise ConfigError(
+                    f"{name}={list(sizes)}: every group needs at least one rank; give a list of positive sizes, one per group"
+                )
             if len(sizes) > max(self.num_layers, 1):
                 raise ConfigError(
-                    f"{name}={list(sizes)} has {len(sizes)} groups for {self.num_layers} MoE layers; use at most one group per layer"
+                    f"{name}={list(sizes)} has {len(sizes)} groups for {self.num_layers} MoE layers; "
+                    "use at most one group per layer"
                 )
         for name in ("num_layers", "num_experts", "replicas"):
             if getattr(self, name) < 1:
@@ -125,7 +130,9 @@ class Placement:
         owners = tuple(tuple(o) for o in self.owners)
         object.__setattr__(self, "owners", owners)
         if len(owners) != self.num_layers:
-            raise ConfigError(f"owners has {len(owners)} layers, the placement has {self.num_layers}; give one table per MoE layer")
+            raise ConfigError(
+                f"owners has {len(owners)} layers, the placement has {self.num_layers}; give one table per MoE layer"
+            )
         for layer, table in enumerate(owners):
             n = self.ffn[layer % len(self.ffn)]
             if len(table) != self.num_experts or any(not 0 <= o < n for o in table):
@@ -294,7 +301,9 @@ class Placement:
                 "use residual='direct' or one attention group"
             )
         if residual == "direct" and len(self.attention) == 1:
-            raise ConfigError("residual='direct' with one attention group would send rows to the rank that has them; use residual='local'")
+            raise ConfigError(
+                "residual='direct' with one attention group would send rows to the rank that has them; use residual='local'"
+            )
 
     @property
     def default_residual(self) -> Residual:

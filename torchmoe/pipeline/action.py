@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
 from torchmoe.errors import ScheduleError
@@ -21,7 +21,7 @@ from torchmoe.errors import ScheduleError
 __all__ = ["BACKWARD", "COMPUTE", "Action", "Op", "Schedule"]
 
 
-class Op(str, Enum):
+class Op(StrEnum):
     """What an action does. The names are torch.distributed.pipelining's, plus WAIT_F and WAIT_B."""
 
     FORWARD = "F"
@@ -37,9 +37,6 @@ class Op(str, Enum):
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
