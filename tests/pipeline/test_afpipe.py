@@ -1,0 +1,142 @@
+"""AF-Pipe orders: complete, in causal order, bounded as promised, and refused where the promise cannot hold."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchmoe.errors import ConfigError
+from torchmoe.pipeline.action import Op, Schedule
+from torchmoe.pipeline.schedules.afpipe import afpipe, cycles, live_units
+from torchmoe.placement import Placement
+
+
+def place(p_attention: int, p_ffn: int, num_layers: int) -> Placement:
+    return Placement(attention=[1] * p_attention, ffn=[1] * p_ffn, num_layers=num_layers, num_experts=4)
+
+
+@st.composite
+def layouts(draw):
+    num_layers = draw(st.integers(1, 9))
+    pa, pf = draw(st.integers(1, min(4, num_layers))), draw(st.integers(1, min(4, num_layers)))
+    return place(pa, pf, num_layers), draw(st.integers(1, 33)), draw(st.integers(2 * max(pa, pf), 6 * max(pa, pf)))
+
+
+def run_in_causal_order(schedule: Schedule, num_layers: int) -> int:
+    """Execute the lists with infinitely fast messages; the number of actions that ran."""
+    done: set[tuple[str, int, int]] = set()
+    at = dict.fromkeys(schedule.lists, 0)
+    moved = True
+    while moved:
+        moved = False
+        for name, actions in schedule.lists.items():
+            while at[name] < len(actions):
+                a = actions[at[name]]
+                s, m = a.stage, a.microbatch
+                if a.op is Op.FORWARD:
+                    need = [("F", s - 1, m)] if s else []
+                elif a.op is Op.BACKWARD_WEIGHT:
+                    need = [("B", s, m)]
+                else:
+                    need = [("F", s, m)] + ([("B", s + 1, m)] if s < 2 * num_layers else [])
+                if any(n not in done for n in need):
+                    break
+                done.add(({"I": "B"}.get(a.op.value, a.op.value), s, m))
+                at[name] += 1
+                moved = True
+    return sum(at.values())
+
+
+@given(layouts())
+@settings(max_examples=80, deadline=None)
+def test_every_unit_runs_once_each_way_on_its_group_and_in_causal_order(case):
+    placement, n, cycle = case
+    schedule = afpipe(placement, n, cycle=cycle)
+    head = 2 * placement.num_layers
+    for group in placement.groups():
+        acts = schedule.lists[str(group)]
+        want = {(s, op, m) for s in placement.stages(group) for op in (Op.FORWARD, Op.BACKWARD) for m in range(n)}
+        assert len(acts) == len(want) and {a[:3] for a in acts} == want
+        for a, b in zip(acts, acts[1:], strict=False):
+            assert not (a.stage == head and a.op is Op.FORWARD) or b == (head, Op.BACKWARD, a.microbatch, None)
+    assert run_in_causal_order(schedule, placement.num_layers) == sum(map(len, schedule.lists.values()))
+
+
+@pytest.mark.parametrize(("p", "v"), [(1, 4), (2, 4), (3, 2)])
+@pytest.mark.parametrize("factor", [2, 3, 4])
+def test_peak_of_live_units_is_the_closed_form_on_groups_with_full_chains(p, v, factor):
+    """2(2p-r-1) + (v-1)G + 1 on group r of the chain, where the padded v counts the head (papers.md 1.6)."""
+    placement = place(p, p, p * v)
+    cycle = factor * p
+    peaks = live_units(afpipe(placement, 4 * cycle, cycle=cycle))
+    padded = -(-(2 * p * v + 1) // (2 * p))
+    for group in placement.groups():
+        r = 2 * group.index + (group.role == "ffn")
+        if len(placement.stages(group)) == padded and r:
+            assert peaks[str(group)] == 2 * (2 * p - r - 1) + (padded - 1) * cycle + 1
+        assert peaks[str(group)] <= 2 * (2 * p - r - 1) + (padded - 1) * cycle + 1
+
+
+@given(layouts(), st.integers(0, 40))
+@settings(max_examples=60, deadline=None)
+def test_live_units_never_exceed_the_bound_that_was_asked_for(case, extra):
+    placement, n, cycle = case
+    longest = max(cycles(n, cycle))
+    one_role = len(placement.attention) == len(placement.ffn)
+    needs = [
+        (len(placement.stages(g)) - 1) * longest + 1 if one_role else len(placement.stages(g)) * longest
+        for g in placement.groups()
+    ]
+    bound = max(needs) + extra
+    schedule = afpipe(placement, n, cycle=cycle, max_live=bound)
+    assert max(live_units(schedule).values()) <= bound
+    assert run_in_causal_order(schedule, placement.num_layers) == sum(map(len, schedule.lists.values()))
+
+
+@given(layouts(), st.integers(1, 6))
+@settings(max_examples=40, deadline=None)
+def test_delayed_weight_gradients_stay_behind_their_input_gradient_and_only_experts_have_them(case, delay):
+    placement, n, cycle = case
+    schedule = afpipe(placement, n, cycle=cycle, weight_delay=delay)
+    for acts in schedule.lists.values():
+        seen_input = []
+        for a in acts:
+            if a.op is Op.BACKWARD_INPUT:
+                assert a.stage % 2
+                seen_input.append((a.stage, a.microbatch))
+            if a.op is Op.BACKWARD_WEIGHT:
+                assert (a.stage, a.microbatch) in seen_input
+                seen_input.remove((a.stage, a.microbatch))
+            assert len(seen_input) <= delay + 1
+        assert not seen_input
+    assert run_in_causal_order(schedule, placement.num_layers) == sum(map(len, schedule.lists.values()))
+
+
+def test_cycles_are_equal_up_to_one_and_none_is_short():
+    for n in range(1, 60):
+        for g in range(2, 20):
+            c = cycles(n, g)
+            assert sum(c) == n and max(c) - min(c) <= 1 and (min(c) >= g or len(c) == 1)
+
+
+def test_forward_only_has_every_forward_and_nothing_else():
+    schedule = afpipe(place(2, 2, 3), 5, forward_only=True)
+    assert schedule.forward_only and {a.op for acts in schedule.lists.values() for a in acts} == {Op.FORWARD}
+    assert run_in_causal_order(schedule, 3) == 7 * 5
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "text"),
+    [
+        ({"cycle": 3}, "cycle=3.*2p = 4.*use 4 or more"),
+        ({"max_live": 3}, "max_live=3.*needs"),
+        ({"weight_delay": -1}, "weight_delay=-1"),
+    ],
+)
+def test_bad_parameters_are_refused_with_value_rule_and_remedy(kwargs, text):
+    with pytest.raises(ConfigError, match=text):
+        afpipe(place(2, 2, 4), 8, **kwargs)
+
+
+def test_no_micro_batch_is_refused():
+    with pytest.raises(ConfigError, match="num_microbatches=0"):
+        afpipe(place(1, 1, 1), 0)
