@@ -1,5 +1,7 @@
 """AF-Pipe orders: complete, in causal order, bounded as promised, and refused where the promise cannot hold."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,7 +58,7 @@ def test_every_unit_runs_once_each_way_on_its_group_and_in_causal_order(case):
         acts = schedule.lists[str(group)]
         want = {(s, op, m) for s in placement.stages(group) for op in (Op.FORWARD, Op.BACKWARD) for m in range(n)}
         assert len(acts) == len(want) and {a[:3] for a in acts} == want
-        for a, b in zip(acts, acts[1:], strict=False):
+        for a, b in itertools.pairwise(acts):
             assert not (a.stage == head and a.op is Op.FORWARD) or b == (head, Op.BACKWARD, a.microbatch, None)
     assert run_in_causal_order(schedule, placement.num_layers) == sum(map(len, schedule.lists.values()))
 

@@ -62,7 +62,7 @@ def afpipe(
         raise ConfigError(f"num_microbatches={num_microbatches} must be at least 1; give every step a micro-batch")
     if cycle < 2 * p:
         raise ConfigError(
-            f"cycle={cycle} with {p} groups per role: below 2p = {2 * p} the first backward of a cycle waits for a forward behind it; "
+            f"cycle={cycle} with {p} groups per role: below 2p = {2 * p} a backward waits for a forward behind it; "
             f"use {2 * p} or more"
         )
     if weight_delay < 0:
