@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from torchmoe.pipeline.action import Op
 from torchmoe.router import Routing
 
 __all__ = ["AttentionOutput", "AttentionStage", "Embedding", "ExpertStage", "HeadStage", "MicroBatch", "Stages", "WeightWork"]
@@ -79,10 +80,13 @@ class ExpertStage(Protocol):
 
 @dataclass
 class Stages:
-    """The parts of the model that live on this rank, by MoE layer."""
+    """The parts of the model that live on this rank, by MoE layer.
+
+    ``hooks`` run UNSHARD, RESHARD and REDUCE_GRAD actions, called with the unit's number.
+    """
 
     attention: Mapping[int, AttentionStage] = field(default_factory=dict)
     experts: Mapping[int, ExpertStage] = field(default_factory=dict)
     embedding: Embedding | None = None
     head: HeadStage | None = None
-    after_backward: Callable[[], None] | None = None
+    hooks: Mapping[Op, Callable[[int], None]] = field(default_factory=dict)

@@ -1,0 +1,195 @@
+"""An attention rank's units: embedding, attention stages, head; what it keeps of them, and their messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmoe.comm.m2n import Key, M2NExchange, Pending
+from torchmoe.comm.route import Route
+from torchmoe.pipeline.action import Action, Op
+from torchmoe.pipeline.runtime.role import Batch, unknown_edge, unknown_op
+from torchmoe.pipeline.runtime.stage import Stages
+
+__all__ = ["AttentionRole"]
+
+
+@dataclass
+class _Dispatched:
+    """Attention unit of layer l: lives from its forward to its backward."""
+
+    outputs: tuple[Tensor, ...]
+    """(res_TD, x_TD, gates_TK[, aux]): what one backward starts from."""
+    input_TD: Tensor | None
+    """Leaf at the unit's entry; None for layer 0, whose backward runs into the embedding."""
+    expert_ids_TK: Tensor
+    route: Route
+    dx_TD: Tensor | None = None
+    dgates_TK: Tensor | None = None
+    dres_TD: Tensor | None = None
+
+
+@dataclass
+class _Combined:
+    """The return of layer l to the unit above: lives until the gradients of its messages have been sent."""
+
+    route: Route
+    y_TD: Tensor | None = None
+    res_TD: Tensor | None = None
+    dy_TD: Tensor | None = None
+    unsent: int = 0
+
+
+class AttentionRole:
+    """Runs F and B of attention units and of the head."""
+
+    def __init__(self, stages: Stages, exchange: M2NExchange) -> None:
+        self._stages, self._exchange = stages, exchange
+        self._num_layers = exchange.placement.num_layers
+        self._many = len(exchange.placement.attention) > 1
+        self._batch = Batch([], [], train=True)
+        self._dispatched: dict[Key, _Dispatched] = {}
+        self._combined: dict[Key, _Combined] = {}
+        self._head: dict[Key, tuple[Tensor, Tensor]] = {}
+
+    def begin(self, batch: Batch) -> None:
+        self._batch = batch
+        self._dispatched.clear()
+        self._combined.clear()
+        self._head.clear()
+
+    def left(self) -> list[Key]:
+        return [*self._dispatched, *self._combined, *self._head]
+
+    # ---- compute
+    def compute(self, action: Action, key: Key) -> None:
+        if action.op is Op.FORWARD:
+            self._forward(key)
+        elif action.op is Op.BACKWARD:
+            self._backward(key)
+        else:
+            raise unknown_op(action, (Op.FORWARD, Op.BACKWARD))
+
+    def _forward(self, key: Key) -> None:
+        mb, batch = self._batch.mbs[key.microbatch], self._batch
+        leaf = self._enter(key) if key.layer > 0 else None
+        if leaf is None:
+            assert self._stages.embedding is not None
+            h_TD = self._stages.embedding(mb)
+        else:
+            h_TD = leaf
+        if key.layer == self._num_layers:
+            assert self._stages.head is not None and leaf is not None
+            loss = self._stages.head(h_TD, mb)
+            batch.losses.append(loss.detach())
+            if batch.train:
+                self._head[key] = loss, leaf
+            return
+        res_TD, x_TD, routing = self._stages.attention[key.layer](h_TD, mb)
+        route = self._exchange.route(key.layer, routing.expert_ids_TK)
+        outputs = [res_TD, x_TD, routing.gates_TK.to(self._exchange.gate_dtype)]
+        if routing.aux is not None:
+            outputs.append(routing.aux)
+            aux = routing.aux.detach()
+            batch.aux_loss = aux if batch.aux_loss is None else batch.aux_loss + aux
+        self._dispatched[key] = _Dispatched(tuple(outputs), leaf, routing.expert_ids_TK, route)
+        if not self._many:
+            self._combined[key] = _Combined(route)
+
+    def _enter(self, key: Key) -> Tensor:
+        """What the experts of the layer below returned plus the residual, as a leaf."""
+        below = Key(key.layer - 1, key.microbatch)
+        returned = self._combined[below]
+        residual = returned.res_TD if self._many else self._dispatched[below].outputs[0].detach()
+        assert returned.y_TD is not None and residual is not None
+        h_TD = returned.y_TD + residual
+        returned.y_TD = returned.res_TD = None
+        if self._batch.train:
+            return h_TD.requires_grad_()
+        del self._combined[below]
+        if not self._many:
+            del self._dispatched[below]
+        return h_TD
+
+    def _backward(self, key: Key) -> None:
+        if key.layer == self._num_layers:
+            loss, leaf = self._head.pop(key)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._leave(key, leaf)
+            return
+        d = self._dispatched.pop(key)
+        grads: list[Tensor | None] = [d.dres_TD, d.dx_TD, d.dgates_TK]
+        if len(d.outputs) > 3:
+            grads.append(torch.ones_like(d.outputs[3]))
+        live = [(o, g) for o, g in zip(d.outputs, grads, strict=True) if o.requires_grad]
+        # ONE backward for the residual, the experts' input, the gates and the balancing loss: two would visit the shared
+        # graph twice
+        torch.autograd.backward([o for o, _ in live], [g for _, g in live])
+        if d.input_TD is not None:
+            self._leave(key, d.input_TD)
+
+    def _leave(self, key: Key, leaf: Tensor) -> None:
+        """The gradient of the unit's input is both the combine's and the residual's."""
+        below = Key(key.layer - 1, key.microbatch)
+        grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        returned = self._combined[below]
+        returned.dy_TD = grad
+        returned.unsent = 2 if self._exchange.residual == "direct" else 1
+        if not self._many:
+            self._dispatched[below].dres_TD = grad
+
+    # ---- messages
+    def send(self, edge: str, key: Key) -> Pending[None]:
+        ex, seqs = self._exchange, self._batch.seqs[key.microbatch]
+        if edge in ("d_combine", "d_residual"):
+            r = self._combined[key]
+            assert r.dy_TD is not None
+            pending = ex.send_d_combine(key, r.route, r.dy_TD) if edge == "d_combine" else ex.send_d_residual(key, r.dy_TD, seqs)
+            r.unsent -= 1
+            if not r.unsent:
+                del self._combined[key]
+            return pending
+        d = self._dispatched[key]
+        if edge == "counts":
+            return ex.send_counts(key, d.route, seqs)
+        if edge == "dispatch":
+            return ex.send_dispatch(key, d.route, d.outputs[1], d.outputs[2], d.expert_ids_TK)
+        if edge == "ids":
+            return ex.send_ids(key, d.expert_ids_TK, seqs)
+        if edge == "residual":
+            if not self._batch.train:
+                del self._dispatched[key]
+            return ex.send_residual(key, d.outputs[0], seqs)
+        raise unknown_edge("attention", edge, key, "send")
+
+    def post(self, edge: str, key: Key) -> Pending[Any]:
+        ex, seqs = self._exchange, self._batch.seqs[key.microbatch]
+        if edge == "combine":
+            return ex.post_combine(key, self._combined[key].route)
+        if edge == "d_dispatch":
+            return ex.post_d_dispatch(key, self._dispatched[key].route)
+        if edge == "ids":
+            return ex.post_ids(key, seqs)
+        if edge == "residual":
+            return ex.post_residual(key, seqs)
+        if edge == "d_residual":
+            return ex.post_d_residual(key, seqs)
+        raise unknown_edge("attention", edge, key, "receive")
+
+    def receive(self, edge: str, key: Key, value: Any) -> None:
+        if edge == "combine":
+            self._combined[key].y_TD = value
+        elif edge == "residual":
+            self._combined[key].res_TD = value
+        elif edge == "ids":
+            self._combined[key] = _Combined(self._exchange.route(key.layer, value))
+        elif edge == "d_dispatch":
+            d = self._dispatched[key]
+            d.dx_TD, d.dgates_TK = value
+        elif edge == "d_residual":
+            self._dispatched[key].dres_TD = value
+        else:
+            raise unknown_edge("attention", edge, key, "receive")

@@ -1,0 +1,282 @@
+"""The runner: executes one rank's list of a lowered schedule, on one thread, in exactly that order.
+
+It knows the exchange and the stage contract and nothing of models. Only transport progress is concurrent: two threads in
+backward over shared parameters would race.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from torchmoe.comm.m2n import Key, M2NExchange, Pending
+from torchmoe.comm.route import SequenceMap
+from torchmoe.errors import ConfigError, ScheduleError
+from torchmoe.pipeline.action import Action, Op, Schedule
+from torchmoe.pipeline.runtime.attention import AttentionRole
+from torchmoe.pipeline.runtime.experts import ExpertRole
+from torchmoe.pipeline.runtime.recorder import Recorder
+from torchmoe.pipeline.runtime.role import Batch, Role
+from torchmoe.pipeline.runtime.stage import MicroBatch, Stages
+from torchmoe.pipeline.trace import Event
+from torchmoe.placement import Placement
+
+__all__ = ["Runner"]
+
+_SHARDING = (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)
+
+
+class Runner:
+    """Runs the steps of one rank. Call :meth:`step` on every rank with the same number of micro-batches.
+
+    Args:
+        placement: the layout; this rank's part of it is ``exchange.where``.
+        schedule: a lowered schedule with one list per group.
+        stages: the parts of the model on this rank.
+        exchange: this rank's ends of the exchange.
+        eval_schedule: a lowered forward-only schedule for :meth:`eval`.
+        trace: record what was done when, see :attr:`events`.
+
+    Raises:
+        ConfigError: a stage of this rank's group is missing.
+        ScheduleError: the schedule is not lowered or lacks this rank's group.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        schedule: Schedule,
+        *,
+        stages: Stages,
+        exchange: M2NExchange,
+        eval_schedule: Schedule | None = None,
+        trace: bool = False,
+    ) -> None:
+        self.placement, self.stages, self.exchange = placement, stages, exchange
+        self.where = exchange.where
+        self.schedule, self.eval_schedule = schedule, eval_schedule
+        for s in (schedule, eval_schedule):
+            if s is not None:
+                self._check_schedule(s)
+        self._check_stages()
+        self._recorder = Recorder(exchange.transport.rank, str(self.where.group)) if trace else None
+        self._role: Role = (AttentionRole if self.where.role == "attention" else ExpertRole)(stages, exchange)
+        self._pending: dict[tuple[str, Key], Pending[Any]] = {}
+        self._sends: list[tuple[Action, Pending[None]]] = []
+        self.aux_loss: Tensor | None = None
+        """Sum of the balancing losses of this rank's layers in the last step, already scaled; None without any."""
+
+    @property
+    def events(self) -> list[Event]:
+        """What the last step did, in seconds of this host's monotonic clock; empty unless tracing."""
+        return self._recorder.events if self._recorder else []
+
+    def step(
+        self,
+        *,
+        arg_mbs: Sequence[tuple[Any, ...]] | None = None,
+        kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
+        losses: list[Tensor] | None = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        return_outputs: bool = False,
+        lengths: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """One forward and backward over all micro-batches; gradients accumulate, they are not summed over ranks here.
+
+        The signature is torchtitan's. F ranks need not pass anything.
+
+        Args:
+            arg_mbs: per micro-batch, this rank's inputs: tokens [sequences, length] first.
+            kwarg_mbs: per micro-batch, keyword inputs of the attention stages.
+            target_mbs: per micro-batch, labels.
+            losses: extended in place by one detached loss per micro-batch, on the ranks that have the head.
+            loss_kwargs: handed to the head with every micro-batch.
+            return_outputs: must be False; logits are not kept.
+            lengths: per micro-batch, tokens of every sequence of the global micro-batch. Attention ranks need it unless all
+                sequences have one length and every attention rank has as many.
+
+        Raises:
+            ConfigError: another number of micro-batches than the schedule's, or inputs that do not fit the lengths.
+            ExchangeError: a message was missing, late or wrong; the runner cannot be used again.
+        """
+        batch = self._batch(self.schedule, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs, return_outputs, lengths)
+        self._run(self.schedule, batch, losses)
+
+    def eval(
+        self,
+        *,
+        arg_mbs: Sequence[tuple[Any, ...]] | None = None,
+        kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
+        losses: list[Tensor] | None = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        return_outputs: bool = False,
+        lengths: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Forward only, by ``eval_schedule``. Arguments and errors of :meth:`step`."""
+        if self.eval_schedule is None:
+            raise ConfigError("eval() needs a forward-only schedule; pass eval_schedule= to the runner")
+        batch = self._batch(self.eval_schedule, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs, return_outputs, lengths)
+        with torch.no_grad():
+            self._run(self.eval_schedule, batch, losses)
+
+    # ---- inputs
+    def _check_schedule(self, schedule: Schedule) -> None:
+        if not schedule.lowered:
+            raise ScheduleError("the runner needs explicit messages but the schedule has none; pass it through lower() first")
+        if str(self.where.group) not in schedule.lists:
+            raise ScheduleError(
+                f"the schedule has lists for {', '.join(schedule.lists)} but rank {self.exchange.transport.rank} is in "
+                f"{self.where.group}; build it from the same placement"
+            )
+
+    def _check_stages(self) -> None:
+        head = 2 * self.placement.num_layers
+        for unit in self.placement.stages(self.where.group):
+            layer = unit // 2
+            have: dict[str, bool] = {"embedding": unit != 0 or self.stages.embedding is not None}
+            if unit == head:
+                have["head"] = self.stages.head is not None
+            elif unit % 2:
+                have[f"experts[{layer}]"] = layer in self.stages.experts
+            else:
+                have[f"attention[{layer}]"] = layer in self.stages.attention
+            missing = [name for name, there in have.items() if not there]
+            if missing:
+                rank = self.exchange.transport.rank
+                raise ConfigError(f"rank {rank} in {self.where.group} has no stage {missing[0]}; add it to its Stages")
+
+    def _batch(
+        self,
+        schedule: Schedule,
+        arg_mbs: Sequence[tuple[Any, ...]] | None,
+        kwarg_mbs: Sequence[Mapping[str, Any]] | None,
+        target_mbs: Sequence[Any] | None,
+        loss_kwargs: Mapping[str, Any] | None,
+        return_outputs: bool,
+        lengths: Sequence[Sequence[int]] | None,
+    ) -> Batch:
+        if return_outputs:
+            raise ConfigError("return_outputs=True: the logits of a step are never kept; compute what you need in the head stage")
+        n = schedule.num_microbatches
+        train = not schedule.forward_only
+        given = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs, "lengths": lengths}
+        for name, value in given.items():
+            if value is not None and len(value) != n:
+                raise ConfigError(
+                    f"{name} has {len(value)} micro-batches, the schedule has {n}; build the schedule for that many"
+                )
+        if self.where.role == "ffn":
+            return Batch([], [], train=train)
+        mbs = [
+            MicroBatch(
+                index=m,
+                lengths=tuple(lengths[m]) if lengths is not None else self._equal_lengths(arg_mbs[m][0] if arg_mbs else None),
+                inputs=tuple(arg_mbs[m]) if arg_mbs else (),
+                kwargs=kwarg_mbs[m] if kwarg_mbs else {},
+                target=target_mbs[m] if target_mbs else None,
+                loss_kwargs=loss_kwargs or {},
+            )
+            for m in range(n)
+        ]
+        return Batch(mbs, [SequenceMap(self.placement, mb.lengths) for mb in mbs], train=train)
+
+    def _equal_lengths(self, tokens: Any) -> tuple[int, ...]:
+        sizes = self.placement.attention
+        if not isinstance(tokens, Tensor) or tokens.dim() != 2 or len(set(sizes)) > 1:
+            raise ConfigError(
+                f"the sequences of a micro-batch are unknown (attention={list(sizes)}, first input not [sequences, length] or "
+                "groups of unequal size); pass lengths= to step()"
+            )
+        mine, length = tokens.shape
+        return (length,) * (mine * sizes[0] * self.placement.replicas)
+
+    # ---- actions
+    def _run(self, schedule: Schedule, batch: Batch, losses: list[Tensor] | None) -> None:
+        self._pending.clear()
+        self._sends.clear()
+        self._role.begin(batch)
+        if self._recorder:
+            self._recorder.clear()
+        for action in schedule.lists[str(self.where.group)]:
+            self._act(action)
+            self._poll_sends()
+        for action, pending in self._sends:
+            pending.wait()
+            self._record(action, pending, "send")
+        self._sends.clear()
+        left = [*self._pending, *self._role.left()]
+        if left:
+            raise ScheduleError(
+                f"the schedule ended with {len(left)} units or receives left over, first {left[0]}; verify() it first"
+            )
+        self.aux_loss = batch.aux_loss
+        if losses is not None:
+            losses.extend(batch.losses)
+
+    def _act(self, action: Action) -> None:
+        if action.op in _SHARDING:
+            hook = self.stages.hooks.get(action.op)
+            if hook is None:
+                raise ScheduleError(f"{action}: this rank has no hook for {action.op}; add one to Stages.hooks")
+            hook(action.stage)
+            return
+        if action.microbatch is None:
+            raise ScheduleError(f"{action} names no micro-batch; write e.g. {action.stage}{action.op}0")
+        if action.edge is None:
+            with self._span(action, "compute"):
+                self._role.compute(action, Key(action.stage // 2, action.microbatch))
+            return
+        edge, key = action.edge, Key(_layer_of_message(action), action.microbatch)
+        if action.op in (Op.SEND_F, Op.SEND_B):
+            send = self._role.send(edge, key)
+            self._posted(send)
+            self._sends.append((action, send))
+        elif action.op in (Op.RECV_F, Op.RECV_B):
+            self._pending[edge, key] = receive = self._role.post(edge, key)
+            self._posted(receive)
+        else:
+            pending = self._pending.pop((edge, key), None)
+            if pending is None:
+                raise ScheduleError(f"{action}: its receive was never posted; verify() the schedule first")
+            with self._span(action, "wait"):
+                value = pending.wait()
+            self._record(action, pending, "recv")
+            self._role.receive(edge, key, value)
+
+    def _poll_sends(self) -> None:
+        """Free the buffers of finished sends, in whatever order they finish."""
+        open_sends = []
+        for action, pending in self._sends:
+            if pending.done():
+                pending.wait()
+                self._record(action, pending, "send")
+            else:
+                open_sends.append((action, pending))
+        self._sends = open_sends
+
+    # ---- trace
+    def _span(self, action: Action, kind: Literal["compute", "wait"]) -> AbstractContextManager[None]:
+        return self._recorder.span(action, kind) if self._recorder else nullcontext()
+
+    def _posted(self, pending: Pending[Any]) -> None:
+        if self._recorder:
+            self._recorder.posted(pending)
+
+    def _record(self, action: Action, pending: Pending[Any], kind: Literal["send", "recv"]) -> None:
+        if self._recorder:
+            self._recorder.message(action, pending, kind)
+
+
+def _layer_of_message(action: Action) -> int:
+    """MoE layer of a message: units 2l and 2l + 1 exchange for layer l, unit 2l + 2 is its receiving end."""
+    layer = action.stage // 2
+    if action.stage % 2:
+        return layer
+    upward = action.op in (Op.SEND_F, Op.RECV_B, Op.WAIT_B)  # this attention unit is the one that dispatched
+    return layer if upward else layer - 1
