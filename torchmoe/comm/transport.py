@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
-__all__ = ["Message", "P2P", "Transport", "Work"]
+from torchmoe.errors import ConfigError
+from torchmoe.placement import Communicator
+
+__all__ = ["Message", "P2P", "Transport", "Work", "check_op", "payload"]
 
 
 class P2P(NamedTuple):
@@ -64,3 +68,27 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release the communicators. Messages in flight are abandoned."""
+
+
+def payload(x: Tensor) -> Tensor:
+    """``x`` as a message buffer: 1-D uint8, the same memory (fp8 included, which gloo would refuse)."""
+    return x.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def check_op(op: P2P, rank: int, group: Communicator, what: str) -> Tensor:
+    """The buffer of ``op`` on ``group``; what no back end could carry is refused. For back ends.
+
+    Raises:
+        ConfigError: the peer is this rank or not in the group; the buffer is not 1-D contiguous uint8.
+    """
+    if op.peer == rank or op.peer not in group.ranks:
+        raise ConfigError(
+            f"{what}: rank {op.peer} is no peer of rank {rank} in {group.name!r} {list(group.ranks)}; "
+            "send to other ranks of the communicator and copy the self-part"
+        )
+    b = op.buffer
+    if b.dtype != torch.uint8 or b.dim() != 1 or not b.is_contiguous():
+        raise ConfigError(
+            f"{what}: a message buffer must be 1-D contiguous uint8, got {tuple(b.shape)} {b.dtype}; use comm.transport.payload(x)"
+        )
+    return b

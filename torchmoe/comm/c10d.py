@@ -1,0 +1,297 @@
+"""Messages over torch.distributed process groups: gloo on CPU, NCCL on CUDA (host communicators are always gloo).
+
+What gloo leaves out is added here. Its ``is_completed`` never turns true before ``wait`` and a wait that times out closes the
+connections, so a small thread per (communicator, side, peer) waits and :meth:`Work.done` reads its result. Its errors name
+neither operation nor peer: ours name the operation, the communicator, the peer and the bytes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+
+from torchmoe.comm.transport import P2P, Message, Work, check_op
+from torchmoe.errors import ConfigError, ExchangeError, ExchangeTimeout, PeerLost
+from torchmoe.placement import Communicator, Deadlines
+
+__all__ = ["C10dTransport"]
+
+# The deadline is ours; gloo must never close a connection by itself while a receive is posted ahead of its turn.
+FOREVER = datetime.timedelta(days=30)
+LOST = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "caused pair closure",
+    "refused",
+    "not connected",
+    "remote process exited",
+)
+
+
+class _Op:
+    """One message in flight. It keeps the buffer alive."""
+
+    __slots__ = ("buffer", "ended", "error", "peer", "side", "work")
+
+    def __init__(self, op: P2P, work: dist.Work | None) -> None:
+        self.side, self.peer, self.buffer = op
+        self.work = work
+        self.ended = False
+        self.error: BaseException | None = None
+
+    def text(self) -> str:
+        return f"{self.buffer.numel()} B {'to' if self.side == 'send' else 'from'} rank {self.peer}"
+
+
+def translate(error: BaseException, what: str, communicator: str, op: _Op) -> ExchangeError:
+    """The named error for what gloo or NCCL said about ``op``."""
+    text = " ".join(str(error).split())
+    where = f"{what}: {op.text()} on communicator {communicator!r}"
+    if any(s in text for s in LOST):
+        return PeerLost(
+            f"{where} failed because rank {op.peer} closed the connection (it died, or gave up after an error of its own); "
+            f"look at the log of the rank that failed first ({text[:160]})"
+        )
+    return ExchangeError(f"{where} failed: {text[:400]}; look at the log of rank {op.peer}")
+
+
+class _Waiter(threading.Thread):
+    """Waits for the messages of one (communicator, side, peer) in their order, which is the order gloo ends them in."""
+
+    def __init__(self, name: str, changed: threading.Condition) -> None:
+        super().__init__(name=name, daemon=True)
+        self.queue: SimpleQueue[_Op | None] = SimpleQueue()
+        self.changed = changed
+
+    def run(self) -> None:
+        while (op := self.queue.get()) is not None:
+            try:
+                if op.work is not None:
+                    op.work.wait(FOREVER)
+            except BaseException as e:
+                op.error = e
+            with self.changed:
+                op.ended, op.work = True, None
+                self.changed.notify_all()
+
+
+class _Posted:
+    """Operations posted together; ``poll`` makes progress visible, ``sleep(seconds)`` waits for a change."""
+
+    def __init__(
+        self,
+        ops: list[_Op],
+        what: str,
+        communicator: str,
+        *,
+        poll: Callable[[list[_Op]], None],
+        sleep: Callable[[float, list[_Op]], None],
+        failed: Callable[[str], None],
+    ) -> None:
+        self._ops, self._what, self._communicator = ops, what, communicator
+        self._poll, self._sleep, self._failed = poll, sleep, failed
+        self._error: ExchangeError | None = None
+
+    def done(self) -> bool:
+        self._poll(self._ops)
+        return all(op.ended for op in self._ops)
+
+    def wait(self, timeout: float) -> None:
+        end = time.monotonic() + timeout
+        while self._error is None and not self.done():
+            bad = next((op for op in self._ops if op.error is not None), None)
+            if bad is not None:
+                break
+            left = end - time.monotonic()
+            if left <= 0:
+                self._expired(timeout)
+                break
+            self._sleep(left, self._ops)
+        for op in self._ops:
+            if op.error is not None and self._error is None:
+                self._error = translate(op.error, self._what, self._communicator, op)
+                self._failed(str(self._error))
+        if self._error is not None:
+            raise self._error
+
+    def _expired(self, timeout: float) -> None:
+        late = [op for op in self._ops if not op.ended]
+        self._error = ExchangeTimeout(
+            f"{self._what}: after {timeout:g} s still missing {', '.join(op.text() for op in late)} on communicator "
+            f"{self._communicator!r}; rank {late[0].peer} is late, stuck or out of order: look at its log, "
+            "or raise Deadlines.exchange"
+        )
+        self._failed(str(self._error))
+
+
+class C10dTransport:
+    """The :class:`~torchmoe.comm.transport.Transport` of real runs.
+
+    Build it with :meth:`create`, on every rank of the default process group with the same list: process groups are created
+    once, in the list's order, and never later.
+    """
+
+    def __init__(self, groups: dict[str, tuple[Communicator, dist.ProcessGroup]], *, device: torch.device, record: bool) -> None:
+        self.rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), device
+        self._groups, self._record = groups, record
+        self._log: list[Message] = []
+        self._broken: dict[str, str] = {}
+        self._changed = threading.Condition()
+        self._waiters: dict[tuple[str, str, int], _Waiter] = {}
+
+    @classmethod
+    def create(
+        cls,
+        communicators: Sequence[Communicator],
+        *,
+        device: torch.device | str = "cpu",
+        deadlines: Deadlines | None = None,
+        record: bool = False,
+    ) -> C10dTransport:
+        """Create the process groups of ``communicators``, in order. Collective over the default process group.
+
+        Args:
+            communicators: ``placement.communicators(residual)``; names may repeat for disjoint ranks (replicas).
+            device: where payload buffers live. ``cpu``: gloo everywhere. ``cuda``: NCCL for payloads, gloo for host ones.
+            deadlines: ``init`` bounds the creation of each group.
+            record: keep the byte log that :meth:`log` returns.
+
+        Raises:
+            ConfigError: torch.distributed is not initialized, a rank outside the world, or one name twice on this rank.
+        """
+        if not dist.is_initialized():
+            raise ConfigError(
+                "C10dTransport.create needs torch.distributed: call torch.distributed.init_process_group('gloo') "
+                "(or 'cpu:gloo,cuda:nccl') first"
+            )
+        device = torch.device(device)
+        limit = datetime.timedelta(seconds=(deadlines or Deadlines()).init)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        groups: dict[str, tuple[Communicator, dist.ProcessGroup]] = {}
+        for c in communicators:
+            if any(not 0 <= r < world for r in c.ranks):
+                raise ConfigError(
+                    f"communicator {c.name!r} has ranks {list(c.ranks)}, the world has {world}; "
+                    "start as many processes as the placement needs"
+                )
+            if rank in c.ranks and c.name in groups:
+                raise ConfigError(f"communicator {c.name!r} appears twice on rank {rank}; names must be unique on a rank")
+        for c in communicators:
+            backend = "gloo" if c.host or device.type == "cpu" else "nccl"
+            pg = dist.new_group(list(c.ranks), timeout=limit, backend=backend, group_desc=c.name)
+            if rank in c.ranks:
+                groups[c.name] = (c, pg)
+        return cls(groups, device=device, record=record)
+
+    def __repr__(self) -> str:
+        names = ", ".join(f"{n}{list(c.ranks)}" for n, (c, _) in self._groups.items())
+        return f"C10dTransport(rank={self.rank}, device={self.device}, {names})"
+
+    def post(self, communicator: str, ops: Sequence[P2P], what: str) -> Work:
+        """Start all of ``ops`` and return. See :class:`~torchmoe.comm.transport.Transport`."""
+        if communicator not in self._groups:
+            raise ConfigError(
+                f"{what}: rank {self.rank} is not in a communicator {communicator!r}; it has {', '.join(self._groups) or 'none'}"
+            )
+        if communicator in self._broken:
+            raise PeerLost(
+                f"{what}: communicator {communicator!r} is unusable since an earlier error: {self._broken[communicator]}"
+            )
+        c, pg = self._groups[communicator]
+        for op in ops:
+            b = check_op(op, self.rank, c, what)
+            host = c.host or self.device.type == "cpu"
+            if (b.device.type == "cpu") != host:
+                raise ConfigError(
+                    f"{what}: the buffer is on {b.device}, communicator {communicator!r} carries "
+                    f"{'CPU' if host else self.device.type} memory; allocate the buffer there"
+                )
+        if self._record:
+            self._log += [Message(communicator, self.rank, op.peer, op.buffer.numel()) for op in ops if op.side == "send"]
+        if c.host or self.device.type == "cpu":
+            return self._post_gloo(c, pg, ops, what)
+        return self._post_nccl(c, pg, ops, what)
+
+    def log(self) -> list[Message]:
+        """Every message sent so far, in order; empty unless ``record=True``."""
+        return list(self._log)
+
+    def close(self) -> None:
+        """Release the communicators. Messages in flight are abandoned."""
+        for waiter in self._waiters.values():
+            waiter.queue.put(None)
+        self._waiters.clear()
+        for _, pg in self._groups.values():
+            if dist.is_initialized():
+                dist.destroy_process_group(pg)
+        self._groups = {}
+
+    # ---- gloo
+    def _post_gloo(self, c: Communicator, pg: dist.ProcessGroup, ops: Sequence[P2P], what: str) -> Work:
+        posted: list[_Op] = []
+        for op in ops:
+            try:
+                start = dist.isend if op.side == "send" else dist.irecv
+                work = start(op.buffer, op.peer, group=pg)
+            except RuntimeError as e:
+                error = translate(e, what, c.name, _Op(op, None))
+                self._broken.setdefault(c.name, str(error))
+                raise error from None
+            posted.append(_Op(op, work))
+            key = (c.name, op.side, op.peer)
+            waiter = self._waiters.get(key)
+            if waiter is None:
+                waiter = self._waiters[key] = _Waiter(f"torchmoe {c.name} {op.side} {op.peer}", self._changed)
+                waiter.start()
+            waiter.queue.put(posted[-1])
+        return self._handle(c, posted, what, lambda ops: None, self._sleep_gloo)
+
+    def _sleep_gloo(self, seconds: float, ops: list[_Op]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: all(o.ended for o in ops) or any(o.error for o in ops), min(seconds, 1.0))
+
+    # ---- NCCL
+    def _post_nccl(self, c: Communicator, pg: dist.ProcessGroup, ops: Sequence[P2P], what: str) -> Work:
+        if not ops:
+            return self._handle(c, [], what, _poll_nccl, _sleep_nccl)
+        batch = [dist.P2POp(dist.isend if op.side == "send" else dist.irecv, op.buffer, op.peer, group=pg) for op in ops]
+        works = dist.batch_isend_irecv(batch)  # one coalesced work: it ends when all of them have ended
+        posted = [_Op(op, works[i] if len(works) == len(ops) else works[0]) for i, op in enumerate(ops)]
+        return self._handle(c, posted, what, _poll_nccl, _sleep_nccl)
+
+    def _handle(
+        self,
+        c: Communicator,
+        ops: list[_Op],
+        what: str,
+        poll: Callable[[list[_Op]], None],
+        sleep: Callable[[float, list[_Op]], None],
+    ) -> Work:
+        return _Posted(ops, what, c.name, poll=poll, sleep=sleep, failed=lambda text: self._fail(c.name, text))
+
+    def _fail(self, name: str, text: str) -> None:
+        """Mark a communicator unusable; a hung NCCL kernel is aborted, else the process could not even end."""
+        self._broken.setdefault(name, text)
+        c, pg = self._groups[name]
+        if not (c.host or self.device.type == "cpu"):
+            pg.abort()
+
+
+def _poll_nccl(ops: list[_Op]) -> None:
+    for op in ops:
+        if not op.ended and op.work is not None:
+            try:
+                op.ended = op.work.is_completed()  # queries the CUDA event; the data is in memory when it says yes
+            except RuntimeError as e:
+                op.error, op.ended = e, True
+
+
+def _sleep_nccl(seconds: float, ops: list[_Op]) -> None:
+    time.sleep(min(seconds, 50e-6))
