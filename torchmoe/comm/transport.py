@@ -89,6 +89,6 @@ def check_op(op: P2P, rank: int, group: Communicator, what: str) -> Tensor:
     b = op.buffer
     if b.dtype != torch.uint8 or b.dim() != 1 or not b.is_contiguous():
         raise ConfigError(
-            f"{what}: a message buffer must be 1-D contiguous uint8, got {tuple(b.shape)} {b.dtype}; use comm.transport.payload(x)"
+            f"{what}: a message buffer must be contiguous 1-D uint8, not {tuple(b.shape)} {b.dtype}; use transport.payload(x)"
         )
     return b
