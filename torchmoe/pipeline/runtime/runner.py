@@ -17,6 +17,7 @@ from torchmoe.comm.m2n import Key, M2NExchange, Pending
 from torchmoe.comm.route import SequenceMap
 from torchmoe.errors import ConfigError, ScheduleError
 from torchmoe.pipeline.action import Action, Op, Schedule
+from torchmoe.pipeline.lower import message_layer
 from torchmoe.pipeline.runtime.attention import AttentionRole
 from torchmoe.pipeline.runtime.experts import ExpertRole
 from torchmoe.pipeline.runtime.recorder import Recorder
@@ -232,7 +233,7 @@ class Runner:
             with self._span(action, "compute"):
                 self._role.compute(action, Key(action.stage // 2, action.microbatch))
             return
-        edge, key = action.edge, Key(_layer_of_message(action), action.microbatch)
+        edge, key = action.edge, Key(message_layer(action), action.microbatch)
         if action.op in (Op.SEND_F, Op.SEND_B):
             send = self._role.send(edge, key)
             self._posted(send)
@@ -271,12 +272,3 @@ class Runner:
     def _record(self, action: Action, pending: Pending[Any], kind: Literal["send", "recv"]) -> None:
         if self._recorder:
             self._recorder.message(action, pending, kind)
-
-
-def _layer_of_message(action: Action) -> int:
-    """MoE layer of a message: units 2l and 2l + 1 exchange for layer l, unit 2l + 2 is its receiving end."""
-    layer = action.stage // 2
-    if action.stage % 2:
-        return layer
-    upward = action.op in (Op.SEND_F, Op.RECV_B, Op.WAIT_B)  # this attention unit is the one that dispatched
-    return layer if upward else layer - 1
