@@ -1,0 +1,398 @@
+"""Every operation of torchmoe as a torch.library operator: fake, autograd and autocast rules. The only door to the kernels.
+
+Shapes of outputs depend on shapes of inputs alone, never on the routing, so the operators compile, capture and recompute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmoe.kernels import mlp
+from torchmoe.kernels.backends import resolve
+from torchmoe.kernels.reference import accumulation_dtype
+
+__all__ = ["build_queue", "combine", "expert_mlp", "gather"]
+
+WEIGHTS = ("w1", "w3", "w2", "b1", "b3", "b2")
+
+
+# ---- queue
+
+
+@torch.library.custom_op("torchmoe::build_queue", mutates_args=())
+def _build_queue(
+    expert_ids_TK: Tensor, num_experts: int, max_rows: int | None, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    built: tuple[Tensor, Tensor, Tensor, Tensor] = resolve(backend, expert_ids_TK.device).build_queue(
+        expert_ids_TK, num_experts, max_rows
+    )
+    return built
+
+
+@_build_queue.register_fake
+def _(expert_ids_TK: Tensor, num_experts: int, max_rows: int | None, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def make(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return expert_ids_TK.new_empty(shape, dtype=dtype)
+
+    P = expert_ids_TK.numel() if max_rows is None else max_rows
+    return make(P), make(num_experts + 1), make(*expert_ids_TK.shape), make(1, dtype=torch.bool)
+
+
+def build_queue(
+    expert_ids_TK: Tensor, num_experts: int, max_rows: int | None = None, backend: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`torchmoe.kernels.reference.build_queue`."""
+    built: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.torchmoe.build_queue(expert_ids_TK, num_experts, max_rows, backend)
+    return built
+
+
+# ---- gather and combine, for expert loops of the user
+
+
+@torch.library.custom_op("torchmoe::gather", mutates_args=())
+def _gather(x_TD: Tensor, tokens: Tensor, offsets: Tensor, index_map: Tensor, token_offsets: Tensor | None) -> Tensor:
+    if x_TD.size(0) == 0:
+        return x_TD.new_zeros(tokens.numel(), x_TD.size(1))
+    rows = x_TD.index_select(0, tokens.clamp(min=0))
+    return rows.masked_fill_((tokens < 0)[:, None], 0.0)
+
+
+@_gather.register_fake
+def _(x_TD: Tensor, tokens: Tensor, offsets: Tensor, index_map: Tensor, token_offsets: Tensor | None) -> Tensor:
+    return x_TD.new_empty(tokens.numel(), x_TD.size(1))
+
+
+@torch.library.custom_op("torchmoe::combine", mutates_args=())
+def _combine(
+    y_PD: Tensor, gates: Tensor | None, tokens: Tensor, offsets: Tensor, index_map: Tensor, token_offsets: Tensor | None
+) -> Tensor:
+    out: Tensor = resolve("auto", y_PD.device).combine(y_PD, index_map, gates, token_offsets)
+    return out
+
+
+@_combine.register_fake
+def _(
+    y_PD: Tensor, gates: Tensor | None, tokens: Tensor, offsets: Tensor, index_map: Tensor, token_offsets: Tensor | None
+) -> Tensor:
+    T = index_map.size(0) if token_offsets is None else token_offsets.numel() - 1
+    return y_PD.new_empty(T, y_PD.size(1))
+
+
+def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _gather_backward(ctx: Any, d_PD: Tensor) -> tuple[Any, ...]:
+    return _combine(d_PD, None, *ctx.saved_tensors), None, None, None, None
+
+
+def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    y_PD, gates, *index = inputs
+    keep_y = gates is not None and ctx.needs_input_grad[1]
+    ctx.save_for_backward(y_PD if keep_y else None, gates, *index)
+
+
+def _combine_backward(ctx: Any, d_TD: Tensor) -> tuple[Any, ...]:
+    y_PD, gates, *rest = ctx.saved_tensors
+    index = mlp.Index(*rest)
+    d_PD = _gather(d_TD, *index)
+    if gates is None:
+        return d_PD, None, None, None, None, None
+    wide = torch.promote_types(accumulation_dtype(d_TD.dtype), accumulation_dtype(gates.dtype))
+    dgates = None
+    if ctx.needs_input_grad[1]:
+        exists = index.tokens >= 0
+        ds_P = torch.where(exists[:, None], y_PD, 0).to(wide).mul(d_PD.to(wide)).sum(1)
+        dgates = mlp.slots_of_rows(ds_P, index, gates.dtype)
+    dy = (d_PD.to(wide) * mlp.rows_of_slots(gates, index)[:, None]).to(d_PD.dtype) if ctx.needs_input_grad[0] else None
+    return dy, dgates, None, None, None, None
+
+
+_gather.register_autograd(_gather_backward, setup_context=_gather_context)
+_combine.register_autograd(_combine_backward, setup_context=_combine_context)
+
+
+def gather(x_TD: Tensor, tokens: Tensor, offsets: Tensor, index_map: Tensor, token_offsets: Tensor | None = None) -> Tensor:
+    """x of each row [P, D]; rows that do not exist are 0. Its gradient is :func:`combine` without gates."""
+    out: Tensor = torch.ops.torchmoe.gather(x_TD, tokens, offsets, index_map, token_offsets)
+    return out
+
+
+def combine(
+    y_PD: Tensor,
+    gates: Tensor | None,
+    tokens: Tensor,
+    offsets: Tensor,
+    index_map: Tensor,
+    token_offsets: Tensor | None = None,
+) -> Tensor:
+    """See :func:`torchmoe.kernels.reference.combine`; gates in the order of ``index_map``."""
+    out: Tensor = torch.ops.torchmoe.combine(y_PD, gates, tokens, offsets, index_map, token_offsets)
+    return out
+
+
+# ---- the expert MLP
+
+
+@torch.library.custom_op("torchmoe::expert_mlp", mutates_args=())
+def _expert_mlp(
+    x: Tensor,
+    gates: Tensor,
+    tokens: Tensor,
+    offsets: Tensor,
+    index_map: Tensor,
+    token_offsets: Tensor | None,
+    expert_indices: Tensor | None,
+    w1: Tensor,
+    w3: Tensor | None,
+    w2: Tensor,
+    b1: Tensor | None,
+    b3: Tensor | None,
+    b2: Tensor | None,
+    activation: str,
+    layout: str,
+    save: str,
+    chunk_tokens: int,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    kernels = resolve(backend, x.device)
+    weights = mlp.weight_views(mlp.Weights(w1, w3, w2, b1, b3, b2), layout)
+    parts = mlp.pieces(kernels, mlp.Index(tokens, offsets, index_map, token_offsets), expert_indices, chunk_tokens)
+    y, kept = mlp.forward_pieces(kernels, x, gates, parts, weights, activation, save)
+    empty = x.new_empty(0)
+    return y, empty if kept.h is None else kept.h, x.new_empty(0) if kept.a is None else kept.a
+
+
+@_expert_mlp.register_fake
+def _(
+    x: Tensor,
+    gates: Tensor,
+    tokens: Tensor,
+    offsets: Tensor,
+    index_map: Tensor,
+    token_offsets: Tensor | None,
+    expert_indices: Tensor | None,
+    w1: Tensor,
+    w3: Tensor | None,
+    w2: Tensor,
+    b1: Tensor | None,
+    b3: Tensor | None,
+    b2: Tensor | None,
+    activation: str,
+    layout: str,
+    save: str,
+    chunk_tokens: int,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    P, F = tokens.numel(), w2.size(2)
+    columns = {"half": F, "preact": w1.size(1) + (0 if w3 is None else w3.size(1))}
+    columns["all"] = columns["preact"]
+    h = x.new_empty(P, columns[save]) if save in columns else x.new_empty(0)
+    a = x.new_empty(P, F) if save == "all" else x.new_empty(0)
+    return x.new_empty(x.size(0), w2.size(1)), h, a
+
+
+@torch.library.custom_op("torchmoe::expert_mlp_backward", mutates_args=())
+def _expert_mlp_backward(
+    dy: Tensor,
+    x: Tensor | None,
+    gates: Tensor,
+    tokens: Tensor | None,
+    offsets: Tensor,
+    index_map: Tensor | None,
+    token_offsets: Tensor | None,
+    expert_indices: Tensor | None,
+    w1: Tensor,
+    w3: Tensor | None,
+    w2: Tensor,
+    b1: Tensor | None,
+    b3: Tensor | None,
+    b2: Tensor | None,
+    h: Tensor | None,
+    a: Tensor | None,
+    needs: list[bool],
+    activation: str,
+    layout: str,
+    save: str,
+    chunk_tokens: int,
+    backend: str,
+) -> list[Tensor]:
+    """Gradients of (x, gates, w1, w3, w2, b1, b3, b2); an empty tensor where ``needs`` says no."""
+    kernels = resolve(backend, dy.device)
+    given = mlp.Weights(w1, w3, w2, b1, b3, b2)
+    weights = mlp.weight_views(given, layout)
+    whole = mlp.Index(
+        offsets.new_empty(0) if tokens is None else tokens,
+        offsets,
+        offsets.new_empty(0) if index_map is None else index_map,
+        token_offsets,
+    )
+    parts = mlp.pieces(kernels, whole, expert_indices, chunk_tokens)
+    several = len(parts) > 1
+    dx = torch.empty_like(dy) if needs[0] and several else None
+    dgates = torch.empty_like(gates) if needs[1] and several else None
+    # One piece writes the gradient once, in the weight's dtype; several add up in the accumulation dtype.
+    grads = {
+        name: (torch.zeros if several else torch.empty)(
+            w.shape, dtype=accumulation_dtype(w.dtype) if several else w.dtype, device=w.device
+        )
+        for name, w, need in zip(WEIGHTS, given, needs[2:], strict=True)
+        if need and w is not None
+    }
+    views = grad_views(grads, layout)
+    for part in parts:
+        dy_c, x_c = dy[part.tokens], None if x is None else x[part.tokens]
+        up, ds = mlp.backward_rows(
+            kernels, dy_c, x_c, gates[part.tokens], part.queue, weights, mlp.take(mlp.Hiddens(h, a), part), activation, save
+        )
+        for name in ("w2", "b2"):
+            if name in views:
+                mlp.weight_gradient(kernels, name, up, x_c, dy_c, part.queue, views[name], several)
+        up.ag = up.ag.new_empty(0, up.ag.size(1))  # freed before dX~ is made
+        if needs[0]:
+            dx_c = mlp.input_gradient(kernels, up, part.queue, weights)
+            if dx is None:
+                dx = dx_c
+            else:
+                dx[part.tokens] = dx_c
+            del dx_c
+        for name in ("w1", "w3", "b1", "b3"):
+            if name in views:
+                mlp.weight_gradient(kernels, name, up, x_c, dy_c, part.queue, views[name], several)
+        if needs[1]:
+            if dgates is None:
+                dgates = ds
+            else:
+                dgates[part.tokens] = ds
+    nothing = [dy.new_empty(0) for _ in range(8)]
+    for i, value in enumerate((dx, dgates)):
+        if needs[i] and value is not None:
+            nothing[i] = value
+    for i, (name, w) in enumerate(zip(WEIGHTS, given, strict=True)):
+        if name in grads and w is not None:
+            nothing[2 + i] = grads[name].to(w.dtype)
+    return nothing
+
+
+def grad_views(grads: dict[str, Tensor], layout: str) -> dict[str, Tensor]:
+    """Gradient buffers by split-layout name."""
+    if layout == "split":
+        return grads
+    some = next(iter(grads.values())) if grads else None
+    if some is None:
+        return {}
+    filler = some.new_empty(0, 0, 0)
+    cut = mlp.weight_views(
+        mlp.Weights(grads.get("w1", filler), None, filler, grads.get("b1"), None, grads.get("b2")), layout
+    )._asdict()
+    out = {}
+    for name, source in (("w1", "w1"), ("w3", "w1"), ("b1", "b1"), ("b3", "b1")):
+        if source in grads and cut[name] is not None:
+            out[name] = cut[name]
+    for name in ("w2", "b2"):
+        if name in grads:
+            out[name] = grads[name]
+    return out
+
+
+@_expert_mlp_backward.register_fake
+def _(
+    dy: Tensor,
+    x: Tensor | None,
+    gates: Tensor,
+    tokens: Tensor | None,
+    offsets: Tensor,
+    index_map: Tensor | None,
+    token_offsets: Tensor | None,
+    expert_indices: Tensor | None,
+    w1: Tensor,
+    w3: Tensor | None,
+    w2: Tensor,
+    b1: Tensor | None,
+    b3: Tensor | None,
+    b2: Tensor | None,
+    h: Tensor | None,
+    a: Tensor | None,
+    needs: list[bool],
+    activation: str,
+    layout: str,
+    save: str,
+    chunk_tokens: int,
+    backend: str,
+) -> list[Tensor]:
+    out = []
+    for like, need in zip((dy, gates, w1, w3, w2, b1, b3, b2), needs, strict=True):
+        out.append(like.new_empty(like.shape) if need and like is not None else dy.new_empty(0))
+    return out
+
+
+def _expert_mlp_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    (x, gates, tokens, offsets, index_map, token_offsets, expert_indices, *weights) = inputs[:13]
+    ctx.activation, ctx.layout, ctx.save, ctx.chunk_tokens, ctx.backend = inputs[13:]
+    _, h, a = output
+    ctx.mark_non_differentiable(h, a)
+    ctx.set_materialize_grads(False)
+    w1_or_w3 = ctx.needs_input_grad[7] or ctx.needs_input_grad[8]
+    # x serves dW1, dW3 and the recomputation of H; with these weights frozen and H saved nobody reads it.
+    keep_x = x if w1_or_w3 or ctx.save in ("input", "half") else None
+    chunked = ctx.chunk_tokens > 0 and expert_indices is not None and expert_indices.size(0) > ctx.chunk_tokens
+    index = (None, offsets, None, None, expert_indices) if chunked else (tokens, offsets, index_map, token_offsets, None)
+    kept = (h if ctx.save in ("half", "preact", "all") else None, a if ctx.save == "all" else None)
+    ctx.save_for_backward(keep_x, gates, *index, *weights, *kept)
+
+
+def _expert_mlp_backward_rule(ctx: Any, dy: Tensor | None, dh: Tensor | None, da: Tensor | None) -> tuple[Any, ...]:
+    if dy is None:
+        return (None,) * 18
+    x, gates, *rest = ctx.saved_tensors
+    needs = [ctx.needs_input_grad[i] for i in (0, 1, 7, 8, 9, 10, 11, 12)]
+    grads = _expert_mlp_backward(dy, x, gates, *rest, needs, ctx.activation, ctx.layout, ctx.save, ctx.chunk_tokens, ctx.backend)
+    by_input = [g if need else None for g, need in zip(grads, needs, strict=True)]
+    return (*by_input[:2], None, None, None, None, None, *by_input[2:], None, None, None, None, None)
+
+
+_expert_mlp.register_autograd(_expert_mlp_backward_rule, setup_context=_expert_mlp_context)
+
+
+def _autocast_rule(device_type: str, key: str) -> Callable[..., Any]:
+    """Under autocast x and the weights are computed in the autocast dtype; gates keep theirs (their gradient is fp32)."""
+
+    def rule(x: Tensor, gates: Tensor, *args: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device_type)
+
+        def cast(t: Any) -> Any:
+            return t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))):
+            return torch.ops.torchmoe.expert_mlp(cast(x), gates, *(cast(a) for a in args))
+
+    return rule
+
+
+_LIBRARY = torch.library.Library("torchmoe", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _device, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+    _LIBRARY.impl("expert_mlp", _autocast_rule(_device, _key), _key)  # type: ignore[no-untyped-call]
+
+
+def expert_mlp(
+    x_TD: Tensor,
+    gates: Tensor,
+    index: mlp.Index,
+    expert_indices: Tensor | None,
+    weights: mlp.Weights,
+    *,
+    activation: str,
+    layout: str,
+    save: str,
+    chunk_tokens: int = 0,
+    backend: str = "auto",
+) -> Tensor:
+    """y [T, D] of the expert MLP with autograd; ``save="none"`` where no gradient will be asked."""
+    y: Tensor = torch.ops.torchmoe.expert_mlp(
+        x_TD, gates, *index, expert_indices, *weights, activation, layout, save, chunk_tokens, backend
+    )[0]
+    return y
