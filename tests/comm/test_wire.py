@@ -1,0 +1,69 @@
+"""The wire format: every field survives, every wrong message is named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchmoe.comm.wire import KINDS, Header, Layout, pack_counts, unpack_counts
+from torchmoe.errors import ConfigError, ExchangeError
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32)
+CPU = torch.device("cpu")
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.sampled_from(DTYPES)), min_size=1, max_size=3),
+    st.integers(1, 5),
+)
+def test_fields_survive_in_aligned_records(fields: list[tuple[int, torch.dtype]], rows: int) -> None:
+    layout = Layout(tuple(fields))
+    g = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(rows, c, generator=g).mul(100).to(d) for c, d in fields]
+    header = Header("dispatch", 3, 7, 11, rows)
+    message = layout.pack(header, tensors, device=CPU)
+    assert layout.stride % 16 == 0 and message.numel() == layout.num_bytes(rows)
+    layout.check(message, header, 0)
+    for view, tensor in zip(layout.views(message), tensors, strict=True):
+        assert torch.equal(view[1:], tensor)
+        assert not view[0].any()  # the header is cleared: its bits would be rows
+
+
+def test_nothing_is_sent_for_no_rows() -> None:
+    assert Layout(((4, torch.float32),)).num_bytes(0) == 0
+
+
+@given(st.sampled_from(KINDS), st.integers(0, 32767), st.integers(0, 32767), st.integers(0, 2**32 - 1), st.integers(0, 2**40 - 1))
+def test_header_words_round_trip(kind: str, layer: int, mb: int, seq: int, rows: int) -> None:
+    header = Header(kind, layer, mb, seq, rows)
+    words = torch.tensor(header.words(), dtype=torch.int64)  # must fit
+    assert Header.of_words(*words.tolist()) == header
+
+
+def test_a_header_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="32768"):
+        Header("ids", 0, 32768, 1, 1).words()
+
+
+@pytest.mark.parametrize("field, value", [("kind", "combine"), ("layer", 4), ("microbatch", 8), ("sequence", 12), ("rows", 1)])
+def test_another_message_is_named(field: str, value: object) -> None:
+    layout = Layout(((3, torch.float32),))
+    expected = Header("dispatch", 3, 7, 11, 2)
+    other = expected._replace(**{field: value})
+    message = layout.pack(expected, [torch.zeros(2, 3)], device=CPU)
+    message[:16].view(torch.int64).copy_(torch.tensor(other.words()))
+    with pytest.raises(ExchangeError) as e:
+        layout.check(message, expected, 5)
+    assert "from rank 5" in str(e.value) and str(expected) in str(e.value) and str(other) in str(e.value)
+
+
+@given(st.lists(st.integers(0, 1000), min_size=2, max_size=8).filter(lambda x: len(x) % 2 == 0), st.data())
+def test_counts_survive_and_any_flipped_bit_is_found(counts: list[int], data: st.DataObject) -> None:
+    header = Header("counts", 2, 5, 9, sum(counts[::2]))
+    message = pack_counts(torch.tensor(counts).view(-1, 2), header)
+    assert unpack_counts(message.clone(), header, 1).flatten().tolist() == counts
+    message[data.draw(st.integers(0, message.numel() - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(ExchangeError, match="from rank 1"):
+        unpack_counts(message, header, 1)
