@@ -14,6 +14,7 @@ _HOME = {
     "FusedExpertMLP": "torchmoe.experts",
     "RankExperts": "torchmoe.experts",
     "Routing": "torchmoe.router",
+    "TopKRouter": "torchmoe.router",
     "Deadlines": "torchmoe.placement",
     "Placement": "torchmoe.placement",
     "C10dTransport": "torchmoe.comm.c10d",
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from torchmoe.placement import Deadlines as Deadlines
     from torchmoe.placement import Placement as Placement
     from torchmoe.router import Routing as Routing
+    from torchmoe.router import TopKRouter as TopKRouter
 
 
 def __getattr__(name: str) -> Any:
