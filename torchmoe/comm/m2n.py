@@ -6,70 +6,28 @@ called in schedule order with a :class:`Key`. Around them: counts (A -> F, host)
 edges ids, residual and d_residual between consecutive attention groups.
 
 A row is sent once per (token, destination rank) however many of the token's experts live there; it carries all K ids and
-gates, the receiver masks by owner. Messages go over non-empty pairs only, with exact sizes known before they are posted.
+gates, the receiver masks by owner. Messages go over non-empty pairs only, with exact sizes known before they are posted, or
+with ``sizes="fixed"`` padded to a capacity.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from torchmoe.comm import debug as debugging
+from torchmoe.comm.messages import Messages, nothing
+from torchmoe.comm.pending import Key, Pending
+from torchmoe.comm.plan import Combine, Overflow, Plan, Sizes, handshake
 from torchmoe.comm.route import ReceivedRoute, Route, SequenceMap
-from torchmoe.comm.transport import P2P, Transport, Work
-from torchmoe.comm.wire import COUNTS_HEADER, Header, Layout, pack_counts, unpack_counts
-from torchmoe.errors import ConfigError, ExchangeError
+from torchmoe.comm.transport import P2P, Transport
+from torchmoe.comm.wire import COUNTS_HEADER, Layout, pack_counts, unpack_counts
+from torchmoe.errors import ExchangeError
 from torchmoe.placement import GroupId, Placement, Residual
 
 __all__ = ["Key", "M2NExchange", "Pending"]
-
-T_co = TypeVar("T_co", covariant=True)
-
-
-class Key(NamedTuple):
-    """Which unit a message belongs to: MoE layer and micro-batch."""
-
-    layer: int
-    microbatch: int
-
-
-class Pending(Generic[T_co]):
-    """A posted half of an operation. It owns its buffers until it is done.
-
-    Args:
-        work: the transport's handle.
-        timeout: seconds :meth:`wait` may take.
-        finish: makes the result from the received bytes; called once, by the first :meth:`wait`.
-        num_bytes: bytes of all its messages.
-    """
-
-    def __init__(self, work: Work, timeout: float, finish: Callable[[], T_co], num_bytes: int = 0) -> None:
-        self._work: Work | None = work
-        self._timeout = timeout
-        self._finish: Callable[[], T_co] | None = finish
-        self._result: T_co | None = None
-        self.num_bytes = num_bytes
-
-    def done(self) -> bool:
-        """Whether the messages have ended. Never blocks."""
-        return self._work is None or self._work.done()
-
-    def wait(self) -> T_co:
-        """Block until the messages have ended; a second call returns the same result.
-
-        Raises:
-            ExchangeTimeout: not within the deadline.
-            PeerLost: a peer died.
-            ExchangeError: a message was not the expected one.
-        """
-        if self._finish is not None:
-            assert self._work is not None
-            self._work.wait(self._timeout)
-            self._result, self._finish, self._work = self._finish(), None, None
-        return self._result  # type: ignore[return-value]
 
 
 class M2NExchange:
@@ -81,11 +39,19 @@ class M2NExchange:
         dim: model width D of a row.
         top_k: experts per token K.
         dtype: dtype of rows on the wire; partial sums are added in fp32 or wider.
-        residual: ``local`` (one attention group) or ``direct``; default by the number of attention groups.
+        residual: ``local`` (one attention group), ``direct`` or ``ride``; default by the number of attention groups. With
+            ``ride`` the rows carry h itself and what comes back is the next layer's whole input: see :meth:`primary`.
+        combine: ``partial``: one row per (token, F rank) comes back. ``slots``: combine and d_dispatch return one row per
+            slot, summed in slot order, so that neither owners nor N change a bit; F ranks then see one row per slot (K = 1).
+        sizes: ``exact``: counts go ahead on the host. ``fixed``: every message has ``capacity`` rows and nothing is counted.
+        capacity: rows per (attention rank, F rank) message with fixed sizes.
+        overflow: what happens to rows past the capacity: ``raise`` an error before anything is sent, ``drop`` them (gates
+            are not renormalised), or ``grow`` this message to the next power of two times the capacity (costs the counts).
         device: where rows live.
+        debug: checksums and mutate-in-flight detection; default: ``TORCHMOE_DEBUG=exchange``.
 
     Raises:
-        ConfigError: a residual mode that the placement cannot have, or a width below 1.
+        ConfigError: a combination that cannot work.
     """
 
     def __init__(
@@ -97,29 +63,55 @@ class M2NExchange:
         top_k: int,
         dtype: torch.dtype = torch.float32,
         residual: Residual | None = None,
+        combine: Combine = "partial",
+        sizes: Sizes = "exact",
+        capacity: int | None = None,
+        overflow: Overflow = "raise",
         device: torch.device | str = "cpu",
+        debug: bool | None = None,
     ) -> None:
-        if dim < 1 or top_k < 1:
-            raise ConfigError(f"dim={dim} and top_k={top_k} must be at least 1")
-        residual = placement.default_residual if residual is None else residual
-        placement.check_residual(residual)
+        self.plan = Plan(placement, dim, top_k, dtype, residual or placement.default_residual, combine, sizes, capacity, overflow)
         placement.check_world(transport.world_size)
-        self.placement, self.transport, self.residual = placement, transport, residual
+        self.debug = debugging.enabled() if debug is None else debug
+        self.transport = debugging.CheckedTransport(transport) if self.debug else transport
+        self.placement, self.residual, self.combine = placement, self.plan.residual, combine
         self.where = placement.where(transport.rank)
         self.dim, self.top_k, self.dtype, self.device = dim, top_k, dtype, torch.device(device)
         self.gate_dtype = torch.promote_types(dtype, torch.float32)
-        self._sequence: Counter[tuple[str, int, int]] = Counter()
+        self._counted = sizes == "exact" or overflow == "grow"
+        self._number = self.plan.number
+        self._announced: dict[Key, tuple[int, ...]] = {}
         rows, gates, ids = (dim, dtype), (top_k, self.gate_dtype), (top_k, torch.int32)
         self.layouts: dict[str, Layout] = {
             "dispatch": Layout((rows, gates, ids)),
-            "d_dispatch": Layout((rows, gates)),
+            "d_dispatch": Layout((rows, (1, self.gate_dtype) if combine == "slots" else gates)),
             "combine": Layout((rows,)),
             "d_combine": Layout((rows,)),
             "residual": Layout((rows,)),
             "d_residual": Layout((rows,)),
             "ids": Layout((ids,)),
         }
+        self._messages = Messages(
+            placement,
+            self.transport,
+            layouts=self.layouts,
+            device=self.device,
+            check=self.debug,
+            deferred=sizes == "fixed" and self.device.type != "cpu",
+        )
         self._owners: dict[int, Tensor] = {}
+        self._cut = torch.zeros((), dtype=torch.long, device=self.device)
+
+    def __repr__(self) -> str:
+        return f"M2NExchange(rank {self.transport.rank} in {self.where.group}, {self.plan})"
+
+    def handshake(self) -> None:
+        """Compare all settings with every rank this one exchanges counts with. Call it on all ranks before the first message.
+
+        Raises:
+            ConfigError: a setting differs; the first one is named with both values.
+        """
+        handshake(self.plan, self.transport)
 
     # ---- pure helpers
     def owners(self, layer: int) -> Tensor:
@@ -128,30 +120,78 @@ class M2NExchange:
             self._owners[layer] = torch.tensor(self.placement.expert_owners(layer), device=self.device)
         return self._owners[layer]
 
-    def route(self, layer: int, expert_ids_TK: Tensor) -> Route:
-        """The rows that ``expert_ids_TK`` needs; the same function on the dispatching and on the next attention rank."""
-        return Route.build(expert_ids_TK, self.owners(layer), self.placement.size(self.placement.ffn_group(layer)))
+    def route(self, layer: int, expert_ids_TK: Tensor, seqs: SequenceMap | None = None) -> Route:
+        """The rows that ``expert_ids_TK`` needs; the same function on the dispatching and on the next attention rank.
+
+        Args:
+            seqs: needed with residual='ride', where a token's position decides who carries it if it has no slot.
+        """
+        position_T = None
+        if self.residual == "ride":
+            if seqs is None:
+                raise ExchangeError(
+                    f"route of layer {layer}: residual='ride' needs the positions of the tokens; pass seqs= to route()"
+                )
+            position_T = seqs.positions(self.where).to(expert_ids_TK.device)
+        n = self.placement.size(self.placement.ffn_group(layer))
+        capacity, grow = self.plan.capacity, self.plan.overflow == "grow"
+        return Route.build(expert_ids_TK, self.owners(layer), n, position_T=position_T, capacity=capacity, grow=grow)
+
+    def primary(self, key: Key, received: ReceivedRoute, ids_RK: Tensor) -> Tensor:
+        """residual='ride': the received rows [R] whose token this F rank is the primary of.
+
+        It adds h (the row itself) and the shared experts to them. Every token has one primary: the owner of its first kept
+        slot, or the one rank that a token without slots was sent to. Header rows are nobody's.
+        """
+        kept_RK = ids_RK >= 0
+        first_R = kept_RK.int().argmax(1, keepdim=True)
+        owner_R = self.owners(key.layer)[ids_RK.long().gather(1, first_R)[:, 0].clamp(min=0)]
+        out = (owner_R == self.where.index) | ~kept_RK.any(1)
+        out[list(received.header_rows)] = False
+        return out
+
+    def dropped_rows(self) -> int:
+        """Rows that did not fit into the capacity so far on this rank (overflow='drop'). Waits for the device."""
+        return int(self._cut)
 
     def _ranks(self, group: GroupId) -> range:
         return self.placement.ranks(group, self.where.replica)
 
+    def _experts(self, key: Key) -> range:
+        return self._ranks(self.placement.ffn_group(key.layer))
+
     # ---- attention ranks: forward
     def send_counts(self, key: Key, route: Route, seqs: SequenceMap) -> Pending[None]:
         """Announce rows and slots to every F rank of the layer, also zeros; F splits its results by them."""
-        nxt = self.placement.attention_group(key.layer + 1)
-        counts = route.counts(seqs.segments(self.where, nxt), self.placement.size(nxt))
-        ops = []
-        for n, rank in enumerate(self._ranks(self.placement.ffn_group(key.layer))):
-            header = self._header("counts", key, self.transport.rank, rank, int(counts[n, :, 0].sum()))
-            ops.append(P2P("send", rank, pack_counts(counts[n], header)))
-        return self._post("counts", key, "send", ops)
+        ops: list[P2P] = []
+        if self._counted:
+            nxt = self.placement.attention_group(key.layer + 1)
+            counts = route.counts(seqs.segments(self.where, nxt), self.placement.size(nxt))
+            for n, rank in enumerate(self._experts(key)):
+                header = self._messages.header("counts", key, self.transport.rank, rank, route.rows[n])
+                ops.append(P2P("send", rank, pack_counts(counts[n], header, plan=self._number)))
+            self._announced[key] = route.rows
+        return self._messages.post("counts", key, "send", ops, nothing)
 
     def send_dispatch(self, key: Key, route: Route, x_TD: Tensor, gates_TK: Tensor, expert_ids_TK: Tensor) -> Pending[None]:
-        """Rows [x | gates | ids] to the F ranks that own a slot of the token."""
-        self._check_tokens("x_TD", x_TD, route, self.dim)
-        self._check_tokens("gates_TK", gates_TK, route, self.top_k)
-        fields = (x_TD.detach(), gates_TK.detach(), expert_ids_TK)
-        return self._send_rows("dispatch", key, self.placement.ffn_group(key.layer), route, fields)
+        """Rows [x | gates | ids] to the F ranks that own a slot of the token.
+
+        Raises:
+            ExchangeError: shapes or dtypes that do not fit, rows other than announced, or an overflow of the capacity.
+        """
+        self._check_rows("x_TD", x_TD, route.num_tokens)
+        self._check_shape("gates_TK", gates_TK, route.num_tokens, self.top_k)
+        self._check_shape("expert_ids_TK", expert_ids_TK, route.num_tokens, self.top_k)
+        announced = self._announced.pop(key, route.rows)
+        if announced != route.rows:
+            raise ExchangeError(
+                f"dispatch of layer {key.layer}, micro-batch {key.microbatch} has {list(route.rows)} rows for the F ranks, "
+                f"announced were {list(announced)}; use the same route for counts and dispatch"
+            )
+        over = self._overflow(key, route)
+        fields = ((x_TD.detach(), 0), (gates_TK.detach(), 0), (expert_ids_TK, -1))
+        parts = [(rank, [route.take(n, f, fill=fill) for f, fill in fields]) for n, rank in enumerate(self._experts(key))]
+        return self._messages.send("dispatch", key, parts, over)
 
     def send_ids(self, key: Key, expert_ids_TK: Tensor, seqs: SequenceMap) -> Pending[None]:
         """The routing, to the next attention group, which sizes its combine with it."""
@@ -170,20 +210,28 @@ class M2NExchange:
         return self._post_tokens("residual", key, self.placement.attention_group(key.layer), seqs)
 
     def post_combine(self, key: Key, route: Route) -> Pending[Tensor]:
-        """Receive the experts' partial rows and sum them in F rank order: y_TD in the exchange's dtype."""
+        """Receive the experts' rows and sum them: y_TD in the exchange's dtype.
 
-        def finish(rows: list[list[Tensor]]) -> Tensor:
-            return route.sum_rows([r[0] for r in rows]).to(self.dtype)
+        One partial row per (token, F rank) in F rank order, or one row per slot in slot order.
+        """
+        slots = self.combine == "slots"
 
-        return self._post_rows("combine", key, self.placement.ffn_group(key.layer), route.rows, finish)
+        def finish(buffer: Tensor, slices: list[Tensor]) -> Tensor:
+            parts = [self.layouts["combine"].views(part)[0][1:] for part in slices]
+            return (route.sum_slots(parts) if slots else route.sum_rows(parts)).to(self.dtype)
+
+        sizes = route.slots if slots else route.rows
+        return self._messages.receive("combine", key, list(zip(self._experts(key), sizes, strict=True)), finish)
 
     # ---- attention ranks: backward
     def send_d_combine(self, key: Key, route: Route, dy_TD: Tensor) -> Pending[None]:
-        """The gradient of every partial row is the token's gradient: one row per (token, F rank)."""
-        self._check_tokens("dy_TD", dy_TD, route, self.dim)
-        return self._send_rows("d_combine", key, self.placement.ffn_group(key.layer), route, (dy_TD.detach(),))
+        """The gradient of every row that came back is the token's gradient: one row per (token, F rank)."""
+        self._check_rows("dy_TD", dy_TD, route.num_tokens)
+        parts = [(rank, [route.take(n, dy_TD.detach())]) for n, rank in enumerate(self._experts(key))]
+        return self._messages.send("d_combine", key, parts)
 
     def send_d_residual(self, key: Key, dres_TD: Tensor, seqs: SequenceMap) -> Pending[None]:
+        """The residual's gradient, to the previous attention group."""
         return self._send_tokens("d_residual", key, self.placement.attention_group(key.layer), seqs, dres_TD)
 
     def post_d_residual(self, key: Key, seqs: SequenceMap) -> Pending[Tensor]:
@@ -191,68 +239,79 @@ class M2NExchange:
         return self._post_tokens("d_residual", key, self.placement.attention_group(key.layer + 1), seqs)
 
     def post_d_dispatch(self, key: Key, route: Route) -> Pending[tuple[Tensor, Tensor]]:
-        """Receive (dx_TD summed over the F ranks, dgates_TK taken from each slot's owner)."""
+        """Receive (dx_TD summed over the F ranks, or slots; dgates_TK, each taken from its slot's owner)."""
+        slots = self.combine == "slots"
 
-        def finish(rows: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
-            return route.sum_rows([r[0] for r in rows]).to(self.dtype), route.take_slots([r[1] for r in rows])
+        def finish(buffer: Tensor, slices: list[Tensor]) -> tuple[Tensor, Tensor]:
+            views = [self.layouts["d_dispatch"].views(part) for part in slices]
+            dx, dgates = [v[0][1:] for v in views], [v[1][1:] for v in views]
+            if slots:
+                return route.sum_slots(dx).to(self.dtype), route.place_slots(dgates)
+            return route.sum_rows(dx).to(self.dtype), route.take_slots(dgates)
 
-        return self._post_rows("d_dispatch", key, self.placement.ffn_group(key.layer), route.rows, finish)
+        sizes = route.slots if slots else route.rows
+        return self._messages.receive("d_dispatch", key, list(zip(self._experts(key), sizes, strict=True)), finish)
 
     # ---- F ranks
     def post_counts(self, key: Key) -> Pending[ReceivedRoute]:
         """Receive the counts of every source."""
         num_next = self.placement.size(self.placement.attention_group(key.layer + 1))
         sources = self._ranks(self.placement.attention_group(key.layer))
+        if not self._counted:
+            rows = [self.plan.capacity or 0] * len(sources)
+            return self._messages.post("counts", key, "recv", [], lambda: ReceivedRoute.fixed(rows))
         size = 8 * (COUNTS_HEADER + 2 * num_next)
-        buffers = [torch.empty(size, dtype=torch.uint8) for _ in sources]
-        expected = [self._header("counts", key, s, self.transport.rank, -1) for s in sources]
+        buffers = [torch.zeros(size, dtype=torch.uint8) for _ in sources]
+        expected = [self._messages.header("counts", key, s, self.transport.rank, -1) for s in sources]
         ops = [P2P("recv", s, b) for s, b in zip(sources, buffers, strict=True)]
 
         def finish() -> ReceivedRoute:
-            parts = [unpack_counts(b, h, s) for s, b, h in zip(sources, buffers, expected, strict=True)]
-            return ReceivedRoute(torch.stack(parts))
+            what = self._messages.what("recv", "counts", key)
+            parts = [
+                unpack_counts(b, h, f"{what} from rank {s}", plan=self._number)
+                for s, b, h in zip(sources, buffers, expected, strict=True)
+            ]
+            if self.plan.sizes == "fixed":
+                return ReceivedRoute.fixed([rows for rows, _ in parts])
+            received = ReceivedRoute(torch.stack([counts for _, counts in parts]))
+            rows = [rows for rows, _ in parts]
+            if list(received.rows_in) != rows:
+                raise ExchangeError(
+                    f"{what}: rows per next rank add up to {list(received.rows_in)}, announced are {rows}; the senders miscounted"
+                )
+            return received
 
-        return self._post("counts", key, "recv", ops, finish)
+        return self._messages.post("counts", key, "recv", ops, finish, number=expected[0].sequence)
 
     def post_dispatch(self, key: Key, received: ReceivedRoute) -> Pending[tuple[Tensor, Tensor, Tensor]]:
         """Receive (rows_RD, ids_RK, gates_RK) of all sources as views of one buffer.
 
         Every non-empty source contributes one header row ahead of its rows: zeros with all ids -1, so R counts them and
-        they cost nothing. ``received.blocks(1)`` says which rows are whose.
+        they cost nothing. ``received.blocks(1)`` says which rows are whose. With ``combine="slots"``: one row per slot this
+        rank owns, copied, without header rows, as ([P, D], [P, 1], [P, 1]).
         """
-        layout = self.layouts["dispatch"]
         sources = self._ranks(self.placement.attention_group(key.layer))
-        buffer, slices = self._receive_buffer(layout, received.rows_in)
-        ops, expected = self._expect("dispatch", key, sources, received.rows_in, slices)
 
-        def finish() -> tuple[Tensor, Tensor, Tensor]:
-            x_RD, gates_RK, ids_RK = layout.views(buffer)
-            at = 0
-            for part, header, source in expected:
-                layout.check(part, header, source)
-                ids_RK[at] = -1
-                at += header.rows + 1
+        def finish(buffer: Tensor, slices: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+            x_RD, gates_RK, ids_RK = self.layouts["dispatch"].views(buffer)
+            ids_RK[list(received.header_rows)] = -1
+            if self.combine == "slots":
+                return self._per_slot(key, received, x_RD, ids_RK, gates_RK)
             return x_RD, ids_RK, gates_RK
 
-        return self._post("dispatch", key, "recv", ops, finish)
+        return self._messages.receive("dispatch", key, list(zip(sources, received.rows_in, strict=True)), finish)
 
     def send_combine(self, key: Key, received: ReceivedRoute, y_RD: Tensor) -> Pending[None]:
-        """Partial rows to the next attention group: rank c gets its tokens' rows, source by source."""
+        """Rows to the next attention group: rank c gets its tokens' rows (or slots), source by source."""
         return self._send_blocks("combine", key, received, (y_RD,), to_next=True)
 
     def post_d_combine(self, key: Key, received: ReceivedRoute) -> Pending[Tensor]:
         """Receive dy_RD in the row order of :meth:`post_dispatch`; header rows are zero."""
-        layout = self.layouts["d_combine"]
         sources = self._ranks(self.placement.attention_group(key.layer + 1))
-        buffer, slices = self._receive_buffer(layout, received.rows_out)
-        ops, expected = self._expect("d_combine", key, sources, received.rows_out, slices)
 
-        def finish() -> Tensor:
-            for part, header, source in expected:
-                layout.check(part, header, source)
-            (rows,) = layout.views(buffer)
-            total = sum(n + 1 for n in received.rows_in if n)
-            dy_RD = rows.new_zeros(total, self.dim)
+        def finish(buffer: Tensor, slices: list[Tensor]) -> Tensor:
+            (rows,) = self.layouts["d_combine"].views(buffer)
+            dy_RD = rows.new_zeros(received.num_rows, self.dim)
             blocks = received.blocks(1)
             at = 0
             for c, n in enumerate(received.rows_out):
@@ -262,127 +321,104 @@ class M2NExchange:
                         lo, hi = blocks[s, c]
                         dy_RD[lo:hi] = rows[at : at + hi - lo]
                         at += hi - lo
-            return dy_RD
+            return dy_RD if received.slot_rows_P is None else dy_RD[received.slot_rows_P]
 
-        return self._post("d_combine", key, "recv", ops, finish)
+        return self._messages.receive("d_combine", key, list(zip(sources, received.rows_out, strict=True)), finish)
 
     def send_d_dispatch(self, key: Key, received: ReceivedRoute, dx_RD: Tensor, dgates_RK: Tensor) -> Pending[None]:
         """[dx | dgates] back to the sources."""
         return self._send_blocks("d_dispatch", key, received, (dx_RD, dgates_RK), to_next=False)
 
-    # ---- what all of them do
-    def _header(self, kind: str, key: Key, source: int, destination: int, rows: int) -> Header:
-        """The next header of this communicator and pair; counted where a message is posted, so both ends agree."""
-        pair = (self.placement.communicator(kind, key.layer), source, destination)
-        self._sequence[pair] += 1
-        return Header(kind, key.layer, key.microbatch, self._sequence[pair], rows)
+    def _per_slot(
+        self, key: Key, received: ReceivedRoute, x_RD: Tensor, ids_RK: Tensor, gates_RK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        kept = ids_RK >= 0
+        mine = kept & (self.owners(key.layer)[ids_RK.long().clamp(min=0)] == self.where.index)
+        row_P, k_P = mine.nonzero(as_tuple=True)
+        if row_P.shape[0] != received.num_slots:
+            raise ExchangeError(
+                f"{self._messages.what('recv', 'dispatch', key)}: the rows hold {row_P.shape[0]} slots of this rank, "
+                f"announced were {received.num_slots}; sender and receiver have different expert owners"
+            )
+        received.slot_rows_P = row_P
+        return x_RD[row_P], ids_RK[row_P, k_P][:, None], gates_RK[row_P, k_P][:, None]
 
-    def _post(
-        self, kind: str, key: Key, side: str, ops: Sequence[P2P], finish: Callable[[], T_co] | None = None
-    ) -> Pending[T_co]:
-        what = f"{side} {kind} of layer {key.layer}, micro-batch {key.microbatch}"
-        work = self.transport.post(self.placement.communicator(kind, key.layer), ops, what)
-        done: Callable[[], T_co] = finish if finish is not None else lambda: None  # type: ignore[assignment,return-value]
-        return Pending(work, self.placement.deadlines.exchange, done, sum(op.buffer.numel() for op in ops))
-
-    def _pack(self, kind: str, key: Key, rank: int, tensors: Sequence[Tensor]) -> P2P:
-        header = self._header(kind, key, self.transport.rank, rank, tensors[0].shape[0])
-        return P2P("send", rank, self.layouts[kind].pack(header, tensors, device=self.device))
-
-    def _send_rows(self, kind: str, key: Key, group: GroupId, route: Route, fields: Sequence[Tensor]) -> Pending[None]:
-        ops = []
-        for n, rank in enumerate(self._ranks(group)):
-            index = route.token_indices_R[route.offsets[n] : route.offsets[n + 1]]
-            if route.rows[n]:
-                ops.append(self._pack(kind, key, rank, [f[index] for f in fields]))
-        return self._post(kind, key, "send", ops)
-
+    # ---- what they share
     def _send_tokens(self, kind: str, key: Key, group: GroupId, seqs: SequenceMap, tensor: Tensor) -> Pending[None]:
         total = seqs.num_tokens(self.where)
-        if tensor.shape[0] != total:
-            raise ExchangeError(
-                f"{kind} of layer {key.layer}, micro-batch {key.microbatch} has {tensor.shape[0]} rows but this rank holds "
-                f"{total} tokens; pass one row per token of its sequences"
-            )
-        ranks, ops, at = self._ranks(group), [], 0
+        if kind == "ids":
+            self._check_shape("expert_ids_TK", tensor, total, self.top_k)
+        else:
+            self._check_rows(kind, tensor, total)
+        ranks, parts, at = self._ranks(group), [], 0
         for i, n in seqs.segments(self.where, group):
-            ops.append(self._pack(kind, key, ranks[i], [tensor.detach()[at : at + n]]))
+            parts.append((ranks[i], [tensor.detach()[at : at + n]]))
             at += n
-        return self._post(kind, key, "send", ops)
-
-    def _send_blocks(
-        self, kind: str, key: Key, received: ReceivedRoute, tensors: Sequence[Tensor], *, to_next: bool
-    ) -> Pending[None]:
-        total = sum(n + 1 for n in received.rows_in if n)
-        if tensors[0].shape[0] != total:
-            raise ExchangeError(
-                f"{kind} of layer {key.layer}, micro-batch {key.microbatch} has {tensors[0].shape[0]} rows but {total} came in "
-                "(header rows included); return one row per received row"
-            )
-        layer = key.layer + 1 if to_next else key.layer
-        blocks = received.blocks(1)
-        ops = []
-        for i, rank in enumerate(self._ranks(self.placement.attention_group(layer))):
-            mine = [span for pair, span in sorted(blocks.items()) if pair[1 if to_next else 0] == i]
-            if mine:
-                ops.append(self._pack(kind, key, rank, [torch.cat([t[lo:hi] for lo, hi in mine]) for t in tensors]))
-        return self._post(kind, key, "send", ops)
-
-    def _receive_buffer(self, layout: Layout, rows: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-        sizes = [layout.num_bytes(n) for n in rows]
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        return buffer, list(torch.split(buffer, sizes))
-
-    def _expect(
-        self, kind: str, key: Key, sources: Sequence[int], rows: Sequence[int], slices: Sequence[Tensor]
-    ) -> tuple[list[P2P], list[tuple[Tensor, Header, int]]]:
-        ops, expected = [], []
-        for source, n, part in zip(sources, rows, slices, strict=True):
-            if n:
-                ops.append(P2P("recv", source, part))
-                expected.append((part, self._header(kind, key, source, self.transport.rank, n), source))
-        return ops, expected
-
-    def _post_rows(
-        self,
-        kind: str,
-        key: Key,
-        group: GroupId,
-        rows: Sequence[int],
-        finish: Callable[[list[list[Tensor]]], T_co],
-    ) -> Pending[T_co]:
-        layout = self.layouts[kind]
-        _, slices = self._receive_buffer(layout, rows)
-        ops, expected = self._expect(kind, key, self._ranks(group), rows, slices)
-
-        def done() -> T_co:
-            for part, header, source in expected:
-                layout.check(part, header, source)
-            return finish([[v[1:] for v in layout.views(part)] for part in slices])
-
-        return self._post(kind, key, "recv", ops, done)
+        return self._messages.send(kind, key, parts)
 
     def _post_tokens(self, kind: str, key: Key, group: GroupId, seqs: SequenceMap) -> Pending[Tensor]:
-        segments = seqs.segments(self.where, group)
-        ranks = self._ranks(group)
-        layout = self.layouts[kind]
-        rows = [n for _, n in segments]
-        _, slices = self._receive_buffer(layout, rows)
-        ops, expected = self._expect(kind, key, [ranks[i] for i, _ in segments], rows, slices)
+        layout, ranks = self.layouts[kind], self._ranks(group)
+        cols, dtype = layout.fields[0]
 
-        def finish() -> Tensor:
-            for part, header, source in expected:
-                layout.check(part, header, source)
-            cols, dtype = layout.fields[0]
-            if not slices:
-                return torch.empty(0, cols, dtype=dtype, device=self.device)
-            return torch.cat([layout.views(part)[0][1:] for part in slices])
+        def finish(buffer: Tensor, slices: list[Tensor]) -> Tensor:
+            none = torch.empty(0, cols, dtype=dtype, device=self.device)
+            return torch.cat([none, *(layout.views(part)[0][1:] for part in slices)])
 
-        return self._post(kind, key, "recv", ops, finish)
+        return self._messages.receive(kind, key, [(ranks[i], n) for i, n in seqs.segments(self.where, group)], finish)
 
-    def _check_tokens(self, name: str, tensor: Tensor, route: Route, columns: int) -> None:
-        if tuple(tensor.shape) != (route.num_tokens, columns):
+    def _send_blocks(
+        self, kind: str, key: Key, received: ReceivedRoute, tensors: tuple[Tensor, ...], *, to_next: bool
+    ) -> Pending[None]:
+        slots = self.combine == "slots"
+        total = received.num_slots if slots else received.num_rows
+        columns = {0: self.dim, 1: 1 if slots else self.top_k}
+        for i, t in enumerate(tensors):
+            if tuple(t.shape) != (total, columns[i]) or not t.is_floating_point():
+                raise ExchangeError(
+                    f"{kind} of layer {key.layer}, micro-batch {key.microbatch} has shape {tuple(t.shape)} and {t.dtype}, "
+                    f"{(total, columns[i])} floating point rows came in (header rows included); return one row per received row"
+                )
+        blocks = received.blocks(0 if slots else 1, slots=slots)
+        parts = []
+        for i, rank in enumerate(self._ranks(self.placement.attention_group(key.layer + (1 if to_next else 0)))):
+            mine = [span for pair, span in sorted(blocks.items()) if pair[1 if to_next else 0] == i]
+            if mine:
+                parts.append((rank, [torch.cat([t.detach()[lo:hi] for lo, hi in mine]) for t in tensors]))
+        return self._messages.send(kind, key, parts)
+
+    def _overflow(self, key: Key, route: Route) -> Callable[[], None]:
+        """What the end of a dispatch has to do about rows past the capacity."""
+        capacity = self.plan.capacity
+        if route.wanted_N is None or capacity is None or self.plan.overflow == "grow":
+            return nothing
+        if self.plan.overflow == "drop":
+            self._cut += (route.wanted_N - capacity).clamp(min=0).sum()
+            return nothing
+        wanted_N = route.wanted_N
+
+        def check() -> None:
+            wanted = wanted_N.tolist()
+            if max(wanted) > capacity:
+                raise ExchangeError(
+                    f"dispatch of layer {key.layer}, micro-batch {key.microbatch} needs {wanted} rows for the F ranks, "
+                    f"capacity={capacity}; raise the capacity, or choose overflow='drop' or 'grow'"
+                )
+
+        if self.device.type == "cpu":
+            check()
+            return nothing
+        return check  # after the send has ended, so that reading it waits for nothing more
+
+    def _check_rows(self, name: str, tensor: Tensor, tokens: int) -> None:
+        self._check_shape(name, tensor, tokens, self.dim)
+        if tensor.dtype != self.dtype:
             raise ExchangeError(
-                f"{name} has shape {tuple(tensor.shape)}, the route and the exchange need {(route.num_tokens, columns)}; "
-                "pass one row per routed token"
+                f"{name} has {tensor.dtype}, the exchange carries {self.dtype}; cast it, or build the exchange with its dtype"
+            )
+
+    def _check_shape(self, name: str, tensor: Tensor, tokens: int, columns: int) -> None:
+        if tuple(tensor.shape) != (tokens, columns):
+            raise ExchangeError(
+                f"{name} has shape {tuple(tensor.shape)}, this rank's tokens and the exchange need {(tokens, columns)}; "
+                "pass one row per token"
             )

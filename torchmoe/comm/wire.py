@@ -1,8 +1,11 @@
-"""The wire format of payload messages: records of fixed stride, record 0 is the header.
+"""The wire format: records of fixed stride, record 0 of a payload message is the header; counts are int64 words.
 
 A record holds one row's fields (e.g. ``x | gates | ids``), each aligned to 8 bytes, padded to a multiple of 16 so that any
 dtype can view the buffer without a copy. The header is checked on arrival and then cleared: left in place its bits may be
 NaNs of the payload's dtype, and it stays among the rows.
+
+gloo delivers a message that is too short without a word and leaves the tail of the buffer as it was. So the receiver marks the
+last word of a buffer before it posts it: a mark that is still there was never written.
 """
 
 from __future__ import annotations
@@ -14,12 +17,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchmoe.costs.exchange import message_bytes, record_bytes
 from torchmoe.errors import ConfigError, ExchangeError
 
-__all__ = ["COUNTS_HEADER", "KINDS", "Header", "Layout", "pack_counts", "unpack_counts"]
+__all__ = ["COUNTS_HEADER", "KINDS", "Header", "Layout", "checksum", "pack_counts", "unpack_counts"]
 
 KINDS = ("counts", "ids", "dispatch", "combine", "residual", "d_dispatch", "d_combine", "d_residual")
-COUNTS_HEADER = 4  # int64 words: sequence number, layer, micro-batch, checksum
+COUNTS_HEADER = 6  # int64 words: sequence number, layer, micro-batch, checksum, plan, rows of the dispatch that follows
+_CHECKED = (1 << 23) - 15  # checksums are below this prime and never 0, which says "not computed"
+_MARK = 0x70E6_0D0F_ACE5_5A17
 
 
 class Header(NamedTuple):
@@ -31,23 +37,32 @@ class Header(NamedTuple):
     sequence: int
     rows: int
 
-    def words(self) -> tuple[int, int]:
-        """Two int64 words."""
-        if self.layer >= 1 << 15 or self.microbatch >= 1 << 15:
+    def words(self, check: int = 0) -> tuple[int, int]:
+        """Two int64 words: sequence 32, layer 16, micro-batch 15 bits; rows 32, kind 8, checksum 23 bits."""
+        if self.layer >= 1 << 15 or self.microbatch >= 1 << 15 or self.rows >= 1 << 32:
             raise ConfigError(
-                f"layer {self.layer} and micro-batch {self.microbatch} must be below 32768 to fit in a message header"
+                f"layer {self.layer} and micro-batch {self.microbatch} must be below 32768 and {self.rows} rows below 2**32 "
+                "to fit in a message header"
             )
-        a = self.sequence | self.layer << 32 | self.microbatch << 48
-        return a, self.rows | KINDS.index(self.kind) << 40
+        a = (self.sequence & 0xFFFFFFFF) | self.layer << 32 | self.microbatch << 48
+        return a, self.rows | KINDS.index(self.kind) << 32 | check << 40
 
     @classmethod
-    def of_words(cls, a: int, b: int) -> Header:
-        kind = b >> 40 & 0xFF
+    def of_words(cls, a: int, b: int) -> tuple[Header, int]:
+        """(header, checksum)."""
+        kind = b >> 32 & 0xFF
         name = KINDS[kind] if kind < len(KINDS) else f"unknown kind {kind}"
-        return cls(name, a >> 32 & 0xFFFF, a >> 48 & 0xFFFF, a & 0xFFFFFFFF, b & (1 << 40) - 1)
+        return cls(name, a >> 32 & 0xFFFF, a >> 48 & 0xFFFF, a & 0xFFFFFFFF, b & 0xFFFFFFFF), b >> 40 & 0x7FFFFF
 
     def __str__(self) -> str:
         return f"{self.kind} number {self.sequence} of layer {self.layer}, micro-batch {self.microbatch} with {self.rows} rows"
+
+
+def checksum(buffer: Tensor) -> Tensor:
+    """Checksum of bytes (a multiple of 8), as an int64 scalar on their device; a swap of two words changes it."""
+    words = buffer.view(torch.int64)
+    weights = torch.arange(1, words.numel() + 1, device=buffer.device) * 2 + 1  # odd, so that no bit is lost modulo 2**64
+    return (words * weights).sum() % _CHECKED + 1
 
 
 @dataclass(frozen=True)
@@ -58,75 +73,115 @@ class Layout:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Byte offset of each field, and the stride as the last entry."""
+        """Byte offset of each field."""
         at, out = 0, []
         for cols, dtype in self.fields:
             out.append(at)
             at += -(-cols * dtype.itemsize // 8) * 8
-        return (*out, max(16, -(-at // 16) * 16))
+        return tuple(out)
 
     @property
     def stride(self) -> int:
-        return self.offsets[-1]
+        return record_bytes([cols * dtype.itemsize for cols, dtype in self.fields])
 
     def num_bytes(self, rows: int) -> int:
         """Bytes of a message of ``rows`` rows: nothing is sent for 0 rows."""
-        return (rows + 1) * self.stride if rows else 0
+        return message_bytes(rows, self.stride)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The fields of every record of a uint8 buffer (header included) as strided [records, columns] tensors, no copy."""
         records = buffer.view(-1, self.stride)
         return [
             records.view(dtype)[:, at // dtype.itemsize : at // dtype.itemsize + cols]
-            for at, (cols, dtype) in zip(self.offsets[:-1], self.fields, strict=True)
+            for at, (cols, dtype) in zip(self.offsets, self.fields, strict=True)
         ]
 
-    def pack(self, header: Header, tensors: Sequence[Tensor], *, device: torch.device) -> Tensor:
-        """A message: header record, then ``header.rows`` rows of the given [rows, columns] tensors."""
+    def pack(self, header: Header, tensors: Sequence[Tensor], *, device: torch.device, check: bool = False) -> Tensor:
+        """A message: header record, then ``header.rows`` rows of the given [rows, columns] tensors.
+
+        Args:
+            check: put a checksum of the rows into the header.
+        """
         buffer = torch.zeros(self.num_bytes(header.rows), dtype=torch.uint8, device=device)
-        buffer[:16].view(torch.int64).copy_(torch.tensor(header.words()))
         for view, tensor in zip(self.views(buffer), tensors, strict=True):
             view[1:].copy_(tensor)
+        value = int(checksum(buffer[self.stride :])) if check else 0
+        buffer[:16].view(torch.int64).copy_(torch.tensor(header.words(value)))
         return buffer
 
-    def check(self, buffer: Tensor, expected: Header, source: int) -> None:
-        """Compare the header with what must come now, then clear it.
+    def mark(self, buffer: Tensor) -> None:
+        """Prepare a receive buffer: see the module."""
+        buffer[-8:].view(torch.int64).fill_(_MARK)
+
+    def proof(self, buffer: Tensor) -> Tensor:
+        """The three words that :func:`check` needs, copied out of a received buffer; its header is then cleared."""
+        words = torch.cat([buffer[:16], buffer[-8:]]).view(torch.int64)
+        buffer[: self.stride].zero_()
+        return words
+
+    def check(self, words: Sequence[int], buffer: Tensor, expected: Header, what: str) -> None:
+        """Compare what :meth:`proof` copied with the message that must come now, and the rows with the header's checksum.
 
         Raises:
-            ExchangeError: another message came, or one of another size.
+            ExchangeError: another message came, a shorter one, or its rows were changed on the way.
         """
-        record = buffer[: self.stride]
-        got = Header.of_words(*record[:16].view(torch.int64).tolist())
+        size = buffer.numel()
+        got, value = Header.of_words(words[0], words[1])
         if got != expected:
-            raise ExchangeError(f"from rank {source}: expected {expected}, got {got}; sender and receiver run different plans")
-        record.zero_()
+            raise ExchangeError(
+                f"{what}: expected {expected} ({size} B), got {got} ({self.num_bytes(got.rows)} B); "
+                "sender and receiver run different plans or their messages changed places"
+            )
+        if words[2] == _MARK:
+            raise ExchangeError(
+                f"{what}: {expected} must have {size} B but its end never came; the sender announced more bytes than it sent"
+            )
+        if value and value != int(checksum(buffer[self.stride :])):
+            raise ExchangeError(f"{what}: the {size} B of {expected} do not have the checksum they were sent with; they were corrupted")
 
 
-def pack_counts(counts_C2: Tensor, header: Header) -> Tensor:
-    """The counts message of one F rank: [sequence, layer, micro-batch, checksum, counts...] as int64 bytes."""
+def pack_counts(counts_C2: Tensor, header: Header, *, plan: int) -> Tensor:
+    """The counts message of one F rank, as bytes of int64 words: header, then (rows, slots) per next rank.
+
+    Args:
+        plan: a number that both ends must share, made of all settings of the exchange.
+    """
     words = torch.empty(COUNTS_HEADER + counts_C2.numel(), dtype=torch.int64)
-    words[:3] = torch.tensor([header.sequence, header.layer, header.microbatch])
+    words[:COUNTS_HEADER] = torch.tensor([header.sequence, header.layer, header.microbatch, 0, plan, header.rows])
     words[COUNTS_HEADER:] = counts_C2.reshape(-1)
-    words[3] = _checksum(words)
+    words[3] = _counts_checksum(words)
     return words.view(torch.uint8)
 
 
-def unpack_counts(buffer: Tensor, expected: Header, source: int) -> Tensor:
-    """Counts [next ranks, 2] of a counts message.
+def unpack_counts(buffer: Tensor, expected: Header, what: str, *, plan: int) -> tuple[int, Tensor]:
+    """(rows of the dispatch that follows, counts [next ranks, 2]) of a counts message.
 
     Raises:
-        ExchangeError: wrong checksum, negative counts, or another message than the one expected.
+        ExchangeError: wrong checksum, negative counts, another plan, or another message than the one expected.
     """
     words = buffer.view(torch.int64)
-    if int(words[3]) != _checksum(words):
-        raise ExchangeError(f"from rank {source}: the counts of {expected} are corrupted (checksum {int(words[3])})")
-    got = Header("counts", int(words[1]), int(words[2]), int(words[0]), expected.rows)
-    if got != expected or bool((words[COUNTS_HEADER:] < 0).any()):
-        raise ExchangeError(f"from rank {source}: expected {expected}, got {got}; sender and receiver run different plans")
-    return words[COUNTS_HEADER:].view(-1, 2)
+    size = buffer.numel()
+    sequence, layer, microbatch, value, other, rows = words[:COUNTS_HEADER].tolist()
+    name = str(expected).split(" with ")[0]
+    if value != _counts_checksum(words):
+        raise ExchangeError(f"{what}: the {size} B of {name} do not have their checksum; they were corrupted or are too few")
+    got = Header("counts", layer, microbatch, sequence, expected.rows)
+    if got != expected:
+        raise ExchangeError(
+            f"{what}: expected {name} ({size} B), got {str(got).split(' with ')[0]}; "
+            "sender and receiver run different plans or their messages changed places"
+        )
+    if other != plan:
+        raise ExchangeError(
+            f"{what}: {name} comes from an exchange with other settings (plan {other:x}, here {plan:x}); "
+            "call exchange.handshake() at start-up to see which one differs"
+        )
+    if rows < 0 or bool((words[COUNTS_HEADER:] < 0).any()):
+        raise ExchangeError(f"{what}: {name} announces negative rows {words[COUNTS_HEADER:].tolist()}; the sender miscounted")
+    return rows, words[COUNTS_HEADER:].view(-1, 2)
 
 
-def _checksum(words: Tensor) -> int:
-    weights = 2 * torch.arange(words.numel(), dtype=torch.int64) + 1  # odd: no bit of a word can vanish modulo 2**64
+def _counts_checksum(words: Tensor) -> int:
+    weights = torch.arange(1, words.numel() + 1, dtype=torch.int64) * 2 + 1
     weights[3] = 0
     return int((words * weights).sum()) ^ 0x5EED

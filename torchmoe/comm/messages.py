@@ -1,0 +1,125 @@
+"""Posting and checking of messages between ranks: what all operations of the exchange share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchmoe.comm.pending import Arrivals, Key, Pending
+from torchmoe.comm.transport import P2P, Transport
+from torchmoe.comm.wire import Header, Layout
+from torchmoe.placement import Placement
+
+__all__ = ["Incoming", "Messages", "nothing"]
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Incoming(NamedTuple):
+    """One expected message: its part of the receive buffer, its header, its source."""
+
+    part: Tensor
+    header: Header
+    source: int
+
+
+def nothing() -> None:
+    """The result of a send."""
+
+
+class Messages:
+    """One rank's numbered messages.
+
+    Args:
+        placement: names of communicators and deadlines.
+        transport: the wire.
+        layouts: record layout of every payload kind.
+        device: where payloads live.
+        check: put checksums into headers.
+        deferred: read proofs of arrival later, see :class:`~torchmoe.comm.pending.Arrivals`.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        transport: Transport,
+        *,
+        layouts: Mapping[str, Layout],
+        device: torch.device,
+        check: bool,
+        deferred: bool,
+    ) -> None:
+        self.placement, self.transport, self.layouts = placement, transport, layouts
+        self._device, self._check = device, check
+        self._arrivals = Arrivals(deferred=deferred)
+        self._sequence: Counter[tuple[str, int, int]] = Counter()
+
+    @staticmethod
+    def what(side: str, kind: str, key: Key, number: int | None = None) -> str:
+        """The operation's name in errors."""
+        text = "" if number is None else f" number {number}"
+        return f"{side} {kind}{text} of layer {key.layer}, micro-batch {key.microbatch}"
+
+    def header(self, kind: str, key: Key, source: int, destination: int, rows: int) -> Header:
+        """The next header of this communicator and pair; counted where a message is posted, so both ends agree."""
+        pair = (self.placement.communicator(kind, key.layer), source, destination)
+        self._sequence[pair] += 1
+        return Header(kind, key.layer, key.microbatch, self._sequence[pair], rows)
+
+    def post(
+        self, kind: str, key: Key, side: str, ops: Sequence[P2P], finish: Callable[[], T_co], *, number: int | None = None
+    ) -> Pending[T_co]:
+        """Hand ``ops`` to the transport."""
+        self._arrivals.poll()
+        what = self.what(side, kind, key, number)
+        work = self.transport.post(self.placement.communicator(kind, key.layer), ops, what)
+        size = sum(op.buffer.numel() for op in ops)
+        return Pending(work, self.placement.deadlines.exchange, finish, what=what, num_bytes=size)
+
+    def send(
+        self,
+        kind: str,
+        key: Key,
+        parts: Sequence[tuple[int, Sequence[Tensor]]],
+        finish: Callable[[], None] = nothing,
+    ) -> Pending[None]:
+        """Send to each (rank, fields) of ``parts``; ranks without rows are left out."""
+        layout, ops, number = self.layouts[kind], [], None
+        for rank, tensors in parts:
+            rows = tensors[0].shape[0]
+            if rows:
+                header = self.header(kind, key, self.transport.rank, rank, rows)
+                number = header.sequence if number is None else number
+                ops.append(P2P("send", rank, layout.pack(header, tensors, device=self._device, check=self._check)))
+        return self.post(kind, key, "send", ops, finish, number=number)
+
+    def receive(
+        self, kind: str, key: Key, sources: Sequence[tuple[int, int]], finish: Callable[[Tensor, list[Tensor]], T_co]
+    ) -> Pending[T_co]:
+        """Receive from each (rank, rows) of ``sources`` into slices of one buffer.
+
+        ``finish(buffer, slices)`` is called when all are checked. Headers are cleared. A source without rows sends nothing and has an empty slice.
+        """
+        layout = self.layouts[kind]
+        sizes = [layout.num_bytes(n) for _, n in sources]
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        slices = list(torch.split(buffer, sizes)) if sizes else []
+        ops, incoming = [], []
+        for (source, n), part in zip(sources, slices, strict=True):
+            if n:
+                layout.mark(part)
+                ops.append(P2P("recv", source, part))
+                incoming.append(Incoming(part, self.header(kind, key, source, self.transport.rank, n), source))
+
+        def done() -> T_co:
+            for part, header, source in incoming:
+                what = f"{self.what('recv', kind, key, header.sequence)} from rank {source}"
+                self._arrivals.check(layout, part, header, what)
+            return finish(buffer, slices)
+
+        number = incoming[0].header.sequence if incoming else None
+        return self.post(kind, key, "recv", ops, done, number=number)
