@@ -104,7 +104,7 @@ def test_a_deadlock_is_proven_at_once_and_names_who_waits_for_what() -> None:
 
 def test_gloo_ends_the_same_deadlock_at_its_deadline_and_names_the_message() -> None:
     out = run_ranks(circle, 3, backend="gloo", check=False)
-    assert all(isinstance(f, RankFailure) and f.seconds < 2.5 for f in out)
+    assert all(isinstance(f, RankFailure) and f.seconds < 20 for f in out)
     for f in out:
         # who gives up first closes its connections, so a neighbour may see that instead
         assert isinstance(f.error, ExchangeTimeout | PeerLost)

@@ -102,7 +102,8 @@ class Messages:
     ) -> Pending[T_co]:
         """Receive from each (rank, rows) of ``sources`` into slices of one buffer.
 
-        ``finish(buffer, slices)`` is called when all are checked. Headers are cleared. A source without rows sends nothing and has an empty slice.
+        ``finish(buffer, slices)`` is called when all are checked; headers are cleared. A source without rows sends nothing and
+        has an empty slice.
         """
         layout = self.layouts[kind]
         sizes = [layout.num_bytes(n) for _, n in sources]

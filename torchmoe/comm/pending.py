@@ -104,7 +104,7 @@ class Arrivals:
         if buffer.device.type == "cuda":
             host = torch.empty(3, dtype=torch.int64, pin_memory=True)
             host.copy_(words, non_blocking=True)
-            words, event = host, torch.cuda.Event()
+            words, event = host, torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         size = layout.num_bytes(expected.rows)
         blank = torch.empty(size, dtype=torch.uint8)  # the rows themselves are not kept for a late check
@@ -112,6 +112,6 @@ class Arrivals:
 
     def poll(self) -> None:
         """Read the proofs that have come to the host by now."""
-        while self._open and (self._open[0][0] is None or self._open[0][0].query()):
+        while self._open and (self._open[0][0] is None or self._open[0][0].query()):  # type: ignore[no-untyped-call]
             _, words, check = self._open.pop(0)
             check(words.tolist())

@@ -62,9 +62,7 @@ class Plan:
         if self.capacity is None or self.capacity < 1:
             raise ConfigError(f"sizes='fixed' needs capacity={self.capacity} to be at least 1; give the rows per message")
         if self.combine == "slots":
-            raise ConfigError(
-                "combine='slots' has as many rows as slots and sizes='fixed' does not count them; use sizes='exact'"
-            )
+            raise ConfigError("combine='slots' returns one row per slot, which sizes='fixed' does not count; use sizes='exact'")
         if self.residual == "ride" and self.overflow == "drop":
             raise ConfigError(
                 "overflow='drop' with residual='ride' would drop a token's residual; use overflow='raise' or 'grow'"
@@ -79,7 +77,8 @@ class Plan:
         fixed = f" capacity={self.capacity} overflow={self.overflow}" if self.sizes == "fixed" else ""
         return (
             f"attention={list(self.placement.attention)} ffn={list(self.placement.ffn)} dim={self.dim} top_k={self.top_k} "
-            f"dtype={str(self.dtype).removeprefix('torch.')} residual={self.residual} combine={self.combine} sizes={self.sizes}{fixed}"
+            f"dtype={str(self.dtype).removeprefix('torch.')} residual={self.residual} "
+            f"combine={self.combine} sizes={self.sizes}{fixed}"
         )
 
     def fields(self) -> dict[str, Any]:

@@ -137,7 +137,7 @@ class Layout:
                 f"{what}: {expected} must have {size} B but its end never came; the sender announced more bytes than it sent"
             )
         if value and value != int(checksum(buffer[self.stride :])):
-            raise ExchangeError(f"{what}: the {size} B of {expected} do not have the checksum they were sent with; they were corrupted")
+            raise ExchangeError(f"{what}: the {size} B of {expected} do not have the sender's checksum; they were corrupted")
 
 
 def pack_counts(counts_C2: Tensor, header: Header, *, plan: int) -> Tensor:
