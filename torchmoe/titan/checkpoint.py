@@ -33,7 +33,9 @@ class ExpertShards(Tensor):
     @staticmethod
     def __new__(cls, local: Tensor, owned: Sequence[int], num_experts: int) -> ExpertShards:
         if local.shape[0] != len(owned):
-            raise CheckpointError(f"a tensor of {local.shape[0]} rows cannot hold experts {list(owned)}; give one row per owned expert")
+            raise CheckpointError(
+                f"a tensor of {local.shape[0]} rows cannot hold experts {list(owned)}; give one row per owned expert"
+            )
         self: ExpertShards = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, (num_experts, *local.shape[1:]), dtype=local.dtype, device=local.device
         )
@@ -44,7 +46,9 @@ class ExpertShards(Tensor):
         pass
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self, rest = args[0], args[1:]
         if func in (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default):
             return cls(func(self.local, *rest, **(kwargs or {})), self.owned, self.num_experts)
@@ -53,7 +57,7 @@ class ExpertShards(Tensor):
             return self
         raise CheckpointError(f"{func} on a shard of a checkpoint: work on its .local tensor")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ExpertShards({list(self.owned)} of {tuple(self.shape)}, {self.dtype})"
 
     def untyped_storage(self) -> torch.UntypedStorage:

@@ -1,4 +1,4 @@
-"""torchtitan's tokenizer and data loader for byte text, addressed by GLOBAL sequence index so that every layout reads the same batch.
+"""A tokenizer and a data loader for byte text, addressed by GLOBAL sequence index: every layout reads the same batch.
 
 Sequence ``g`` of an endless stream is a fixed function of (text, seq_len, seed, g). A loader with ``dp_world_size`` W, rank r and
 batch B yields, as its k-th batch, the sequences ``(k*W + r)*B ... +B``; its position is one number, whatever the layout.

@@ -65,9 +65,7 @@ def _rope(query: Tensor, key: Tensor, rope_cache: Tensor) -> tuple[Tensor, Tenso
 
 
 def _cross_entropy(pred: Tensor, labels: Tensor, *, global_vocab_size: int | None = None) -> Tensor:
-    return F.cross_entropy(
-        pred.flatten(0, 1), labels.flatten(0, 1), reduction="sum", ignore_index=titan_loss.IGNORE_INDEX
-    )
+    return F.cross_entropy(pred.flatten(0, 1), labels.flatten(0, 1), reduction="sum", ignore_index=titan_loss.IGNORE_INDEX)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Process groups of a disaggregated run inside torchtitan: every rank is alone in torchtitan's eyes, the placement does the rest."""
+"""Process groups of a disaggregated run: every rank is alone in torchtitan's eyes, the placement does the rest."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ class RoleGroups:
         other = next((r for r, p in enumerate(prints) if p != prints[0]), None)
         if other is not None:
             raise ConfigError(
-                f"rank {other} has another placement than rank 0 ({prints[other]} and {prints[0]}); start all ranks with one recipe"
+                f"rank {other} has another placement than rank 0 ({prints[other]} and {prints[0]}); "
+                "start all ranks with one recipe"
             )
 
 
@@ -98,7 +99,7 @@ class RoleParallelDims(ParallelDims):
         if "loss" not in self._single_axis_meshes:
             mesh = DeviceMesh.from_group(self.roles.gradients, utils.device_type, mesh_dim_names=("loss",))
             self._single_axis_meshes["loss"] = mesh
-        return self._single_axis_meshes["loss"]
+        return self._single_axis_meshes["loss"]  # type: ignore[no-any-return]
 
     def get_all_one_dimensional_meshes(self) -> dict[str, DeviceMesh]:
         return {}

@@ -1,4 +1,4 @@
-"""What torchtitan 0.3.0 needs to run on torch 2.13 and on a host without an accelerator. Each shim is a no-op where it is not needed.
+"""What torchtitan 0.3.0 needs on torch 2.13 and on a host without an accelerator. Each shim is a no-op elsewhere.
 
 torchtitan 0.3.0 was written against torch >= 2.14 and takes "cuda" for granted when it finds no accelerator. See docs/titan.md
 for the list, with what happens without each of them.
@@ -78,7 +78,9 @@ def _check_versions() -> None:
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError("torchtitan is not installed; run pip install 'torchmoe[titan]'") from None
     if have != TORCHTITAN:
-        raise ConfigError(f"torchtitan {have} is installed, torchmoe.titan needs {TORCHTITAN}; run pip install torchtitan=={TORCHTITAN}")
+        raise ConfigError(
+            f"torchtitan {have} is installed, torchmoe.titan needs {TORCHTITAN}; run pip install torchtitan=={TORCHTITAN}"
+        )
     if importlib.util.find_spec("triton") is None:
         raise ConfigError(f"torchtitan {TORCHTITAN} imports triton, which is not installed; run pip install 'torchmoe[titan]'")
 
@@ -105,7 +107,7 @@ def _add_set_timeout() -> None:
     if not hasattr(dist, "set_timeout"):
         from torch.distributed.distributed_c10d import _set_pg_timeout
 
-        dist.set_timeout = _set_pg_timeout
+        dist.set_timeout = _set_pg_timeout  # type: ignore[attr-defined]
 
 
 def _accept_microbatches(cls: type) -> None:
@@ -127,7 +129,9 @@ def _accept_microbatches(cls: type) -> None:
         **kwargs: Any,
     ) -> Any:
         if arg_mbs is None and kwarg_mbs is None and target_mbs is None:
-            return old(self, *args, target=target, losses=losses, return_outputs=return_outputs, loss_kwargs=loss_kwargs, **kwargs)
+            return old(
+                self, *args, target=target, losses=losses, return_outputs=return_outputs, loss_kwargs=loss_kwargs, **kwargs
+            )
         stages = getattr(self, "_stages", None) or [self._stage]
         for stage in stages:
             stage.has_backward = self._has_backward

@@ -171,7 +171,9 @@ def _refuse(model: Any, placement: Placement) -> None:
     if not plan.moe:
         raise ConfigError(f"{type(model).__name__} has no MoE block; disaggregation needs at least one")
     if len(plan.moe) != placement.num_layers:
-        raise ConfigError(f"the model has {len(plan.moe)} MoE layers, the placement {placement.num_layers}; build it from the model")
+        raise ConfigError(
+            f"the model has {len(plan.moe)} MoE layers, the placement {placement.num_layers}; build it from the model"
+        )
     if getattr(model, "enable_weight_tying", False) and placement.embedding_group != placement.head_group:
         raise ConfigError(
             f"tied embeddings: the embedding is on {placement.embedding_group} and the head on {placement.head_group}; "

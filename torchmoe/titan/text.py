@@ -1,4 +1,4 @@
-"""Text to train on: a folder of the user's, or what every Python installation carries. Bytes, in one fixed order, with a checksum."""
+"""Text to train on: a folder of the user's, or what every Python installation carries. Bytes, in one fixed order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,18 @@ __all__ = ["Corpus", "Entropy", "byte_entropy", "check_folder", "load_corpus"]
 
 SEPARATOR = b"\0"  # between documents; files that contain it are taken for binaries and left out
 HELD_OUT = 16  # one document in this many is held out
-_SKIP = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings", "pydoc_data", "__pycache__"}
+_SKIP = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+    "encodings",
+    "pydoc_data",
+    "__pycache__",
+}
 
 
 @dataclass(frozen=True)
@@ -133,8 +144,11 @@ def load_corpus(folder: str | Path | None = None) -> Corpus:
         path = check_folder(folder)
         name, documents = str(path), _folder_documents(path)
         if not documents:
-            raise ConfigError(f"data folder {str(folder)!r} has no text file (hidden and binary files are left out); put text into it")
-    train, held_out = [], []
+            raise ConfigError(
+                f"data folder {str(folder)!r} has no text file (hidden and binary files are left out); put text into it"
+            )
+    train: list[bytes] = []
+    held_out: list[bytes] = []
     if len(documents) >= HELD_OUT:
         for i, (_, text) in enumerate(documents):
             (held_out if i % HELD_OUT == HELD_OUT - 1 else train).append(text)

@@ -215,6 +215,7 @@ class DisagTrainer(Trainer):
             }
             states: dict[str, Any] = self.checkpointer.states
             states["optimizer"] = ExpertOptimizer(self.optimizers, owners)
+        self.ntokens_seen: int
         self.last_metrics: dict[str, float] = {}
         self.load_LE: Tensor | None = None
         """Tokens per MoE layer and expert in the last step, over all attention ranks."""
@@ -370,5 +371,3 @@ class DisagTrainer(Trainer):
         total = total.to(self.device)
         dist.all_reduce(total)
         return float(total[0] / total[1])
-
-
