@@ -11,7 +11,7 @@ from torch import Tensor
 from torchmoe.comm.m2n import Key, M2NExchange, Pending
 from torchmoe.comm.route import Route
 from torchmoe.pipeline.action import Action, Op
-from torchmoe.pipeline.runtime.role import Batch, unknown_edge, unknown_op
+from torchmoe.pipeline.runtime.role import Batch, key_of, run_hook, unknown_edge, unknown_op
 from torchmoe.pipeline.runtime.stage import Stages
 
 __all__ = ["AttentionRole"]
@@ -54,6 +54,12 @@ class AttentionRole:
         self._dispatched: dict[Key, _Dispatched] = {}
         self._combined: dict[Key, _Combined] = {}
         self._head: dict[Key, tuple[Tensor, Tensor]] = {}
+
+    def key(self, action: Action) -> Key:
+        return key_of(action)
+
+    def shard(self, action: Action) -> None:
+        run_hook(self._stages, action)
 
     def begin(self, batch: Batch) -> None:
         self._batch = batch

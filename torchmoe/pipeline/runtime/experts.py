@@ -10,7 +10,7 @@ from torch import Tensor
 from torchmoe.comm.m2n import Key, M2NExchange, Pending
 from torchmoe.comm.route import ReceivedRoute
 from torchmoe.pipeline.action import Action, Op
-from torchmoe.pipeline.runtime.role import Batch, unknown_edge, unknown_op
+from torchmoe.pipeline.runtime.role import Batch, key_of, run_hook, unknown_edge, unknown_op
 from torchmoe.pipeline.runtime.stage import Stages, WeightWork
 
 __all__ = ["ExpertRole"]
@@ -37,6 +37,12 @@ class ExpertRole:
         self._stages, self._exchange = stages, exchange
         self._train = True
         self._units: dict[Key, _Unit] = {}
+
+    def key(self, action: Action) -> Key:
+        return key_of(action)
+
+    def shard(self, action: Action) -> None:
+        run_hook(self._stages, action)
 
     def begin(self, batch: Batch) -> None:
         self._train = batch.train

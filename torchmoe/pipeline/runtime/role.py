@@ -10,9 +10,10 @@ from torchmoe.comm.m2n import Key, Pending
 from torchmoe.comm.route import SequenceMap
 from torchmoe.errors import ScheduleError
 from torchmoe.pipeline.action import Action, Op
-from torchmoe.pipeline.runtime.stage import MicroBatch
+from torchmoe.pipeline.lower import message_layer
+from torchmoe.pipeline.runtime.stage import MicroBatch, Stages
 
-__all__ = ["Batch", "Role", "unknown_edge", "unknown_op"]
+__all__ = ["Batch", "Role", "key_of", "run_hook", "unknown_edge", "unknown_op"]
 
 
 class Batch:
@@ -27,7 +28,11 @@ class Batch:
 class Role(Protocol):
     """One rank's units and their state between actions. ``key`` is the MoE layer of a unit or message, and the micro-batch."""
 
-    def begin(self, batch: Batch) -> None: ...
+    def key(self, action: Action) -> Key:
+        """Which unit an action or message belongs to."""
+
+    def shard(self, action: Action) -> None:
+        """UNSHARD, RESHARD or REDUCE_GRAD of a unit."""
 
     def compute(self, action: Action, key: Key) -> None: ...
 
@@ -51,3 +56,18 @@ def unknown_op(action: Action, ops: tuple[Op, ...]) -> ScheduleError:
     return ScheduleError(
         f"{action}: unit {action.stage} runs {', '.join(o.value for o in ops)} only; verify() the schedule first"
     )
+
+
+def run_hook(stages: Stages, action: Action) -> None:
+    """Run the stages' hook for UNSHARD, RESHARD or REDUCE_GRAD."""
+    hook = stages.hooks.get(action.op)
+    if hook is None:
+        raise ScheduleError(f"{action}: this rank has no hook for {action.op}; add one to Stages.hooks")
+    hook(action.stage)
+
+
+def key_of(action: Action) -> Key:
+    """MoE layer and micro-batch of an action of an A/F schedule; a message belongs to the layer that dispatched."""
+    if action.microbatch is None:
+        raise ScheduleError(f"{action} names no micro-batch; write e.g. {action.stage}{action.op}0")
+    return Key(action.stage // 2 if action.edge is None else message_layer(action), action.microbatch)

@@ -1,34 +1,30 @@
-"""The runner: executes one rank's list of a lowered schedule, on one thread, in exactly that order.
+"""The runner: training and validation steps of one rank, by a lowered schedule.
 
-It knows the exchange and the stage contract and nothing of models. Only transport progress is concurrent: two threads in
-backward over shared parameters would race.
+It knows the exchange and the stage contract and nothing of models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchmoe.comm.m2n import Key, M2NExchange, Pending
+from torchmoe.comm.m2n import M2NExchange
 from torchmoe.comm.route import SequenceMap
 from torchmoe.errors import ConfigError, ScheduleError
-from torchmoe.pipeline.action import Action, Op, Schedule
-from torchmoe.pipeline.lower import message_layer
+from torchmoe.pipeline.action import Schedule
 from torchmoe.pipeline.runtime.attention import AttentionRole
+from torchmoe.pipeline.runtime.engine import Engine
 from torchmoe.pipeline.runtime.experts import ExpertRole
 from torchmoe.pipeline.runtime.recorder import Recorder
-from torchmoe.pipeline.runtime.role import Batch, Role
+from torchmoe.pipeline.runtime.role import Batch
 from torchmoe.pipeline.runtime.stage import MicroBatch, Stages
 from torchmoe.pipeline.trace import Event
 from torchmoe.placement import Placement
 
 __all__ = ["Runner"]
-
-_SHARDING = (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)
 
 
 class Runner:
@@ -65,9 +61,8 @@ class Runner:
                 self._check_schedule(s)
         self._check_stages()
         self._recorder = Recorder(exchange.transport.rank, str(self.where.group)) if trace else None
-        self._role: Role = (AttentionRole if self.where.role == "attention" else ExpertRole)(stages, exchange)
-        self._pending: dict[tuple[str, Key], Pending[Any]] = {}
-        self._sends: list[tuple[Action, Pending[None]]] = []
+        self._role = (AttentionRole if self.where.role == "attention" else ExpertRole)(stages, exchange)
+        self._engine = Engine(self._role, self._recorder)
         self.aux_loss: Tensor | None = None
         """Sum of the balancing losses of this rank's layers in the last step, already scaled; None without any."""
 
@@ -197,78 +192,10 @@ class Runner:
         mine, length = tokens.shape
         return (length,) * (mine * sizes[0] * self.placement.replicas)
 
-    # ---- actions
+    # ---- the step
     def _run(self, schedule: Schedule, batch: Batch, losses: list[Tensor] | None) -> None:
-        self._pending.clear()
-        self._sends.clear()
         self._role.begin(batch)
-        if self._recorder:
-            self._recorder.clear()
-        for action in schedule.lists[str(self.where.group)]:
-            self._act(action)
-            self._poll_sends()
-        for action, pending in self._sends:
-            pending.wait()
-            self._record(action, pending, "send")
-        self._sends.clear()
-        left = [*self._pending, *self._role.left()]
-        if left:
-            raise ScheduleError(
-                f"the schedule ended with {len(left)} units or receives left over, first {left[0]}; verify() it first"
-            )
+        self._engine.run(schedule.lists[str(self.where.group)])
         self.aux_loss = batch.aux_loss
         if losses is not None:
             losses.extend(batch.losses)
-
-    def _act(self, action: Action) -> None:
-        if action.op in _SHARDING:
-            hook = self.stages.hooks.get(action.op)
-            if hook is None:
-                raise ScheduleError(f"{action}: this rank has no hook for {action.op}; add one to Stages.hooks")
-            hook(action.stage)
-            return
-        if action.microbatch is None:
-            raise ScheduleError(f"{action} names no micro-batch; write e.g. {action.stage}{action.op}0")
-        if action.edge is None:
-            with self._span(action, "compute"):
-                self._role.compute(action, Key(action.stage // 2, action.microbatch))
-            return
-        edge, key = action.edge, Key(message_layer(action), action.microbatch)
-        if action.op in (Op.SEND_F, Op.SEND_B):
-            send = self._role.send(edge, key)
-            self._posted(send)
-            self._sends.append((action, send))
-        elif action.op in (Op.RECV_F, Op.RECV_B):
-            self._pending[edge, key] = receive = self._role.post(edge, key)
-            self._posted(receive)
-        else:
-            pending = self._pending.pop((edge, key), None)
-            if pending is None:
-                raise ScheduleError(f"{action}: its receive was never posted; verify() the schedule first")
-            with self._span(action, "wait"):
-                value = pending.wait()
-            self._record(action, pending, "recv")
-            self._role.receive(edge, key, value)
-
-    def _poll_sends(self) -> None:
-        """Free the buffers of finished sends, in whatever order they finish."""
-        open_sends = []
-        for action, pending in self._sends:
-            if pending.done():
-                pending.wait()
-                self._record(action, pending, "send")
-            else:
-                open_sends.append((action, pending))
-        self._sends = open_sends
-
-    # ---- trace
-    def _span(self, action: Action, kind: Literal["compute", "wait"]) -> AbstractContextManager[None]:
-        return self._recorder.span(action, kind) if self._recorder else nullcontext()
-
-    def _posted(self, pending: Pending[Any]) -> None:
-        if self._recorder:
-            self._recorder.posted(pending)
-
-    def _record(self, action: Action, pending: Pending[Any], kind: Literal["send", "recv"]) -> None:
-        if self._recorder:
-            self._recorder.message(action, pending, kind)
