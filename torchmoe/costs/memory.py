@@ -1,0 +1,266 @@
+"""Memory of one rank, exact mode: what is counted, in bytes, and why. Pure.
+
+State: parameters times their bytes (weight, gradient, master copy, moments). Activations: saved bytes of a unit times the
+units in flight. Exchange: rows that are received and held until the weight gradient, and rows on the wire. The experts' own
+saved set is in costs.experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torchmoe.costs.model import ModelShape
+from torchmoe.errors import ConfigError
+
+__all__ = [
+    "FP32",
+    "MIXED",
+    "MemoryParts",
+    "Precision",
+    "attention_rank_memory",
+    "attention_saved_bytes",
+    "dense_saved_bytes",
+    "expert_rank_memory",
+    "expert_saved_bytes",
+    "expert_transient_bytes",
+    "head_transient_bytes",
+    "live_units_1f1b",
+    "live_units_af",
+]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per parameter and per activation element.
+
+    Args:
+        weight: the weight that the products read.
+        grad: its gradient.
+        master: a separate full-precision copy, 0 if the weight is it.
+        moments: optimizer moments.
+        activation: an activation element.
+    """
+
+    weight: int = 2
+    grad: int = 2
+    master: int = 4
+    moments: int = 8
+    activation: int = 2
+
+    @property
+    def state(self) -> int:
+        """Bytes per parameter."""
+        return self.weight + self.grad + self.master + self.moments
+
+
+MIXED = Precision()
+FP32 = Precision(weight=4, grad=4, master=0, moments=8, activation=4)
+
+
+@dataclass(frozen=True)
+class MemoryParts:
+    """Bytes of one rank by part. ``notes`` says what a part holds."""
+
+    weights: float = 0
+    gradients: float = 0
+    optimizer: float = 0
+    activations: float = 0
+    routing: float = 0
+    exchange: float = 0
+    transient: float = 0
+    allowance: float = 0
+    live_units: int = 0
+    notes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def state(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> float:
+        return self.state + self.activations + self.routing + self.exchange + self.transient + self.allowance
+
+    def rows(self) -> list[tuple[str, float]]:
+        names = ("weights", "gradients", "optimizer", "activations", "routing", "exchange", "transient", "allowance")
+        return [(n, getattr(self, n)) for n in names]
+
+
+def live_units_1f1b(*, pp: int, stage: int, v: int = 1, micro_batches: int | None = None) -> int:
+    """Stage units in flight on ``stage`` of (interleaved) 1F1B: pp - i, or 2(pp-i-1) + (v-1) pp + 1 with v chunks."""
+    n = pp - stage if v == 1 else 2 * (pp - stage - 1) + (v - 1) * pp + 1
+    return n if micro_batches is None else min(n, micro_batches * v)
+
+
+def live_units_af(*, p: int, rank: int, v: int, cycle: int | None = None, micro_batches: int | None = None) -> int:
+    """Units (one layer, one micro-batch) in flight on chain rank ``rank`` (2j: A_j, 2j + 1: F_j) of AF-Pipe.
+
+    2(2p - r - 1) + (v-1) G + 1, G >= 2p the cycle; never more than all units of a step.
+    """
+    g = 2 * p if cycle is None else cycle
+    if g < 2 * p:
+        raise ConfigError(f"cycle={g} is below 2p={2 * p}: the chain deadlocks; use at least {2 * p}")
+    n = 2 * (2 * p - rank - 1) + (v - 1) * g + 1
+    return n if micro_batches is None else min(n, micro_batches * v)
+
+
+def attention_saved_bytes(shape: ModelShape, *, itemsize: int = 2, moe: bool = True, index_itemsize: int = 8) -> float:
+    """Bytes per token that the attention half of a block keeps for backward, with a fused attention kernel.
+
+    Kept: block input and residual sum (2 D), both norm outputs (2 D), rotated q and k and v, the attention output, its
+    log-sum-exp (fp32 per head), the pre-norm q and k where they are normalised, the latents of MLA; for a MoE the router's
+    fp32 scores (E) and the K gates (fp32) and ids; shared experts as a dense FFN of their width.
+    """
+    d, h = shape.dim, shape.num_heads
+    if shape.mla:
+        heads = h * (2 * shape.qk_dim + 2 * shape.v_dim)
+        # latents before and after their norm, and the rope part of the key
+        latent = 2 * (shape.kv_lora_rank + shape.q_lora_rank) + shape.qk_rope_head_dim
+    else:
+        heads = h * (shape.qk_dim + shape.v_dim) + shape.num_kv_heads * (shape.qk_dim + shape.v_dim)
+        latent = (h + shape.num_kv_heads) * shape.qk_dim if shape.qk_norm else 0
+    elements = 4 * d + heads + latent
+    router = 4 * shape.num_experts + shape.top_k * (4 + index_itemsize) if moe else 0
+    shared = dense_saved_bytes(shape, width=shape.shared_dim, itemsize=itemsize) if moe and shape.shared_dim else 0
+    return elements * itemsize + 4 * h + router + shared
+
+
+def dense_saved_bytes(shape: ModelShape, *, width: int, itemsize: int = 2) -> float:
+    """Bytes per token of a plain FFN: gate, its activation, up and their product (GLU: 4 F), or up and its activation (2 F)."""
+    return (4 if shape.glu else 2) * width * itemsize
+
+
+def expert_saved_bytes(shape: ModelShape, *, save: str, itemsize: int = 2, rows: float = 1.0, pairs: float | None = None) -> float:
+    """Bytes kept by the routed experts for ``rows`` received rows and ``pairs`` (row, expert) pairs (default K per row).
+
+    input: x; half: x and one of gate/up; preact: x and the pre-activations; all: also the activation.
+    Per pair 4 B gate, 16 B of index lists (the sums over a layer; E + 1 offsets are left out here).
+    """
+    pairs = shape.top_k * rows if pairs is None else pairs
+    glu = 2 if shape.glu else 1
+    widths = {"input": 0, "half": 1, "preact": glu, "all": glu + 1}
+    if save not in widths:
+        raise ConfigError(f"save={save!r} is unknown; use one of {', '.join(widths)}")
+    if save == "half" and not shape.glu:
+        raise ConfigError("save='half' keeps one of the two halves of a GLU, and this model has none; use 'preact' or 'input'")
+    return rows * shape.dim * itemsize + pairs * (widths[save] * shape.expert_dim * itemsize + 20)
+
+
+def head_transient_bytes(shape: ModelShape, *, tokens: float, itemsize: int = 2) -> float:
+    """Logits and their gradient of one micro-batch on one rank: V x (itemsize + fp32) and once more for the gradient."""
+    return tokens * shape.vocab_size * (itemsize + 4) * 2
+
+
+def expert_transient_bytes(shape: ModelShape, *, pairs: float, itemsize: int = 2) -> float:
+    """Largest working set of the expert MLP besides what it keeps: backward's dH, A' and the rows of dX (GLU: 3 F + D per pair).
+
+    Fewer with ``chunk_tokens``.
+    """
+    glu = 2 if shape.glu else 1
+    return pairs * ((glu + 1) * shape.expert_dim + shape.dim) * itemsize
+
+
+def _state(params: float, precision: Precision, copies: int) -> dict[str, float]:
+    return {
+        "weights": params * precision.weight,
+        "gradients": params * precision.grad,
+        "optimizer": params * (precision.master + precision.moments) / copies,
+    }
+
+
+def attention_rank_memory(
+    shape: ModelShape,
+    *,
+    layers: int,
+    dense_layers: int = 0,
+    embedding: bool = False,
+    head: bool = False,
+    tokens: float,
+    live_units: int,
+    rows_per_token: float,
+    precision: Precision = MIXED,
+    recompute: str = "none",
+    optimizer_copies: int = 1,
+    allowance: float = 0.0,
+) -> MemoryParts:
+    """Bytes of one rank of an attention group.
+
+    Args:
+        layers: MoE layers of the group; ``dense_layers`` run before the first of them.
+        embedding, head: whether the group holds them.
+        tokens: of one micro-batch on this rank.
+        live_units: (layer, micro-batch) pairs whose activations are held at the peak.
+        rows_per_token: rows that a token is dispatched as.
+        recompute: "full" keeps only a unit's input and what was dispatched.
+        optimizer_copies: ranks over which master copy and moments are sharded.
+    """
+    params = layers * shape.attention_side_params + dense_layers * (shape.attention_params + shape.dim + shape.dense_params)
+    params += shape.embedding_params * embedding + shape.head_params * head
+    item = precision.activation
+    row = shape.dim * item
+    if recompute == "full":
+        unit = 2.0 * row
+    else:
+        unit = attention_saved_bytes(shape, itemsize=item)
+        if dense_layers:  # they run inside the units of one of the group's layers
+            dense = attention_saved_bytes(shape, itemsize=item, moe=False) + dense_saved_bytes(
+                shape, width=shape.dense_dim, itemsize=item
+            )
+            unit += dense * dense_layers / layers
+    routing = shape.top_k * (4 + 4)
+    wire = rows_per_token * (2 * row + shape.top_k * 12)
+    return MemoryParts(
+        **_state(params, precision, optimizer_copies),
+        activations=live_units * tokens * unit,
+        routing=live_units * tokens * routing,
+        exchange=2 * tokens * wire,
+        transient=head_transient_bytes(shape, tokens=tokens, itemsize=item) if head else 0.0,
+        allowance=allowance,
+        live_units=live_units,
+        notes={
+            "activations": f"{live_units} units of {tokens:g} tokens, {unit:.0f} B per token",
+            "routing": "expert ids and gates of the units in flight, for the return route",
+            "exchange": f"{rows_per_token:.2f} rows per token: one dispatch sent while one is packed, and their returns",
+            "transient": "logits and their gradient of one micro-batch" if head else "",
+            "allowance": "device context, communicators, fragmentation",
+        },
+    )
+
+
+def expert_rank_memory(
+    shape: ModelShape,
+    *,
+    layers: int,
+    experts: int,
+    rows: float,
+    pairs: float,
+    live_units: int,
+    precision: Precision = MIXED,
+    save: str = "preact",
+    optimizer_copies: int = 1,
+    allowance: float = 0.0,
+) -> MemoryParts:
+    """Bytes of one rank of an FFN group: ``experts`` experts of each of ``layers`` layers.
+
+    Args:
+        rows, pairs: received rows and (row, expert) pairs of one micro-batch and layer on this rank.
+        live_units: (layer, micro-batch) pairs held at the peak.
+    """
+    item = precision.activation
+    row = shape.dim * item
+    kept = expert_saved_bytes(shape, save=save, itemsize=item, rows=rows, pairs=pairs)
+    return MemoryParts(
+        **_state(layers * experts * shape.expert_params, precision, optimizer_copies),
+        activations=live_units * kept,
+        routing=live_units * rows * shape.top_k * 8,
+        exchange=rows * 4 * row,
+        transient=expert_transient_bytes(shape, pairs=pairs, itemsize=item),
+        allowance=allowance,
+        live_units=live_units,
+        notes={
+            "activations": f"{live_units} units of {rows:.0f} rows and {pairs:.0f} pairs, save={save!r}",
+            "routing": "ids and gates of the received rows",
+            "exchange": "results being sent, gradients being received and sent, one look-ahead receive",
+            "transient": "backward of one unit: dH, A' and the rows of dX",
+            "allowance": "device context, communicators, fragmentation",
+        },
+    )
