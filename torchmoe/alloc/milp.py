@@ -181,9 +181,7 @@ class _Program:
             o, p = self.problem.layouts[k], self.problem
             na = next((q for q, v in qa.items() if v.x > 0.5), m * p.per_gpu(0))
             nf = next((q for q, v in qf.items() if v.x > 0.5), n * p.per_gpu(1))
-            return Choice(
-                k, m, n, na, nf, evaluate(p, k, m, n, na, nf), o.replicas * (o.pa * m + o.pf * n), math.expm1(gap)
-            )
+            return Choice(k, m, n, na, nf, evaluate(p, k, m, n, na, nf), o.replicas * (o.pa * m + o.pf * n), math.expm1(gap))
         raise ConfigError("the solver returned no choice; report this problem")
 
 

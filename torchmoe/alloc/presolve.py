@@ -78,9 +78,7 @@ def incumbent(p: Problem, o: Layout) -> float:
             if o.max_n.get(m, n) < n:
                 continue
             if p.nics is None:
-                best = min(
-                    best, max(o.attention[m], ffn, o.wire_a[n] / (m * p.per_gpu(0)), o.wire_f[n] / (n * p.per_gpu(1)))
-                )
+                best = min(best, max(o.attention[m], ffn, o.wire_a[n] / (m * p.per_gpu(0)), o.wire_f[n] / (n * p.per_gpu(1))))
                 continue
             for qa, qf in _nic_splits(p.nics, ra, rf, o.wire_a[n], o.wire_f[n]):
                 best = min(best, max(o.attention[m], ffn, o.wire_a[n] / qa, o.wire_f[n] / qf))

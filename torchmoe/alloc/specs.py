@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from math import log
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from torchmoe.alloc.units import format_quantity, quantity
 from torchmoe.costs.memory import FP32, MIXED, Precision
@@ -57,7 +57,7 @@ def load_mapping(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 class _Spec:
     """Reading and writing shared by the specs. ``UNITS`` maps a field to the kind of its unit."""
 
-    UNITS: Mapping[str, str] = {}
+    UNITS: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def from_dict(cls: type[S], data: Mapping[str, Any]) -> S:
@@ -164,7 +164,7 @@ class GPUSpec(_Spec):
         source: where the shares come from.
     """
 
-    UNITS = {"peak_flops": "flop/s", "hbm_bytes": "bytes", "hbm_bandwidth": "bytes/s"}
+    UNITS: ClassVar[Mapping[str, str]] = {"peak_flops": "flop/s", "hbm_bytes": "bytes", "hbm_bandwidth": "bytes/s"}
 
     name: str
     peak_flops: Mapping[str, float]
@@ -206,7 +206,7 @@ class ClusterSpec(_Spec):
         reserved_bytes: memory per GPU that the plan may not use (CUDA context, communicators, fragmentation).
     """
 
-    UNITS = {
+    UNITS: ClassVar[Mapping[str, str]] = {
         "nic_bandwidth": "bytes/s",
         "nic_latency": "s",
         "intra_bandwidth": "bytes/s",
@@ -245,7 +245,9 @@ class ClusterSpec(_Spec):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be in (0, 1]")
         if self.reserved_bytes >= self.gpu.hbm_bytes:
-            raise ConfigError(f"reserved_bytes={self.reserved_bytes:g} leaves nothing of {self.gpu.hbm_bytes:g} bytes; reserve less")
+            raise ConfigError(
+                f"reserved_bytes={self.reserved_bytes:g} leaves nothing of {self.gpu.hbm_bytes:g} bytes; reserve less"
+            )
 
     @classmethod
     def _read(cls, key: str, value: Any) -> Any:
@@ -307,7 +309,7 @@ class Workload(_Spec):
         global_batch: sequences per optimizer step.
         dtype: of the products.
         state: "mixed" (16 B per parameter: 2 + 2 + 4 + 8) or "fp32" (4 + 4 + 8).
-        recompute: "none" or "full" (only block inputs are kept).
+        recompute: "none" or "full": of attention halves only the inputs are kept, and their forward is repeated.
         save: what the routed experts keep: "input", "half", "preact", "all".
         imbalance: load of the busiest expert rank over the mean.
         causal: count half of the score products, as attention kernels do.

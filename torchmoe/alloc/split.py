@@ -28,7 +28,7 @@ class SplitCosts:
     Args:
         residual: how the residual reaches the next attention group when there are several.
         shard_optimizer: spread optimizer state over the ranks that hold the same parameters.
-        cycle: micro-batches issued per chunk (AF-Pipe's G); None: 2p.
+        cycle: micro-batches issued per chunk (AF-Pipe's G); None: 4p.
     """
 
     cluster: ClusterSpec
@@ -90,7 +90,7 @@ class SplitCosts:
         share = most / shape.num_experts * w.imbalance
         flops = 2 * shape.matrices * shape.dim * shape.expert_dim * shape.top_k * w.tokens * share
         per_expert = w.tokens * shape.top_k / shape.num_experts
-        factor = recompute_factor(w.recompute, save=w.save, matrices=shape.matrices)
+        factor = recompute_factor("none", save=w.save, matrices=shape.matrices)
         products = flops * factor / (gpu.peak(w.dtype) * gpu.grouped_gemm(per_expert))
         weights = most * shape.expert_params * w.precision.weight * factor / gpu.hbm_bandwidth
         return max(products, weights)
@@ -122,11 +122,9 @@ class SplitCosts:
 
     # ---- memory
     def live_units(self, role: str, pa: int, pf: int, micro_batches: int) -> int:
-        """Units in flight on the busiest group of a role; with pA != pF the longer chain is taken for both (an upper bound)."""
-        p = max(pa, pf)
-        v = len(self.group_layers(pa if role == "attention" else pf, 0))
+        """Units in flight on the fullest group of a role."""
         return live_units_af(
-            p=p, rank=0 if role == "attention" else 1, v=v, cycle=self.cycle, micro_batches=micro_batches
+            num_layers=self.model.num_moe_layers, pa=pa, pf=pf, role=role, cycle=self.cycle, micro_batches=micro_batches
         )
 
     def attention_memory(self, *, pa: int, pf: int, m: int, n: int, replicas: int = 1) -> MemoryParts:
@@ -167,7 +165,7 @@ class SplitCosts:
             pairs=w.tokens * shape.top_k * share,
             live_units=self.live_units("ffn", pa, pf, self.micro_batches(replicas)),
             precision=w.precision,
-            save="input" if w.recompute == "full" else w.save,
+            save=w.save,
             optimizer_copies=replicas if self.shard_optimizer else 1,
             allowance=self.f_cluster.reserved_bytes,
         )
@@ -180,5 +178,10 @@ class SplitCosts:
 @cache
 def _traffic(dim: int, experts: int, k: int, n: int, itemsize: int, residual: str) -> LayerTraffic:
     return layer_traffic(
-        dim=dim, num_experts=experts, top_k=k, ffn_ranks=n, itemsize=itemsize, residual=residual  # type: ignore[arg-type]
+        dim=dim,
+        num_experts=experts,
+        top_k=k,
+        ffn_ranks=n,
+        itemsize=itemsize,
+        residual=residual,  # type: ignore[arg-type]
     )

@@ -1,9 +1,10 @@
 """The one home of formulas: FLOPs, saved bytes, bytes on the wire, memory. Pure: no torch, no devices.
 
-Exact mode: ``model``, ``flops``, ``traffic``, ``memory``. The published formulas as printed ("paper" mode): ``disagmoe``,
-``piper``, ``moeblaze``; import those modules by name.
+Exact mode: ``model``, ``flops``, ``experts``, ``traffic``, ``memory``. The published formulas as printed
+("paper" mode): ``disagmoe``, ``piper``, ``moeblaze``; import those modules by name.
 """
 
+from torchmoe.costs.experts import ExpertCosts
 from torchmoe.costs.flops import LayerFlops, attention_context, forward_flops, layer_flops, model_flops, recompute_factor
 from torchmoe.costs.memory import (
     FP32,
@@ -21,6 +22,7 @@ from torchmoe.costs.traffic import LayerTraffic, copies_leaving_node, hit_probab
 __all__ = [
     "FP32",
     "MIXED",
+    "ExpertCosts",
     "LayerFlops",
     "LayerTraffic",
     "MemoryParts",

@@ -122,6 +122,4 @@ def split_times(case: BalanceCase, s: float, *, world: int, m: float, n: float, 
     """T_a = a W/M, T_f = f W/N, T_m2n = c W/min(M_a, M_f) per direction, for M + N of ``world`` GPUs and their NICs."""
     if min(m, n, nics_a, nics_f) <= 0:
         raise ConfigError(f"m={m}, n={n}, nics_a={nics_a}, nics_f={nics_f} must all be positive")
-    return SplitTimes(
-        case.attention(s) * world / m, case.ffn(s) * world / n, case.exchange(s) * world / min(nics_a, nics_f)
-    )
+    return SplitTimes(case.attention(s) * world / m, case.ffn(s) * world / n, case.exchange(s) * world / min(nics_a, nics_f))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torchmoe.costs.experts import SAVE_MODES, ExpertCosts
 from torchmoe.costs.model import ModelShape
 from torchmoe.errors import ConfigError
 
@@ -91,16 +92,28 @@ def live_units_1f1b(*, pp: int, stage: int, v: int = 1, micro_batches: int | Non
     return n if micro_batches is None else min(n, micro_batches * v)
 
 
-def live_units_af(*, p: int, rank: int, v: int, cycle: int | None = None, micro_batches: int | None = None) -> int:
-    """Units (one layer, one micro-batch) in flight on chain rank ``rank`` (2j: A_j, 2j + 1: F_j) of AF-Pipe.
+def live_units_af(*, num_layers: int, pa: int, pf: int, role: str, cycle: int | None = None, micro_batches: int) -> int:
+    """Most units (one layer, one micro-batch) in flight on a group of AF-Pipe, the head not counted apart.
 
-    2(2p - r - 1) + (v-1) G + 1, G >= 2p the cycle; never more than all units of a step.
+    pA = pF = p: 2(2p - r - 1) + (v-1) G + 1 on the first group of a role (r = 0: A, 1: F) with v = ceil((2L+1) / 2p) and the
+    longest of floor(n/G) nearly equal cycles for G; otherwise (u-1) G + 1 + 2 (2L - last unit) with u the group's units.
+    Never more than all units of a step.
     """
-    g = 2 * p if cycle is None else cycle
+    p = max(pa, pf)
+    g = 4 * p if cycle is None else cycle
     if g < 2 * p:
-        raise ConfigError(f"cycle={g} is below 2p={2 * p}: the chain deadlocks; use at least {2 * p}")
-    n = 2 * (2 * p - rank - 1) + (v - 1) * g + 1
-    return n if micro_batches is None else min(n, micro_batches * v)
+        raise ConfigError(f"cycle={g} is below 2p={2 * p}: a backward waits for a forward behind it; use at least {2 * p}")
+    longest = -(-micro_batches // max(1, micro_batches // g))
+    r = 0 if role == "attention" else 1
+    groups = pa if role == "attention" else pf
+    units = -(-num_layers // groups)
+    if pa == pf:
+        v = -(-(2 * num_layers + 1) // (2 * p))
+        n = 2 * (2 * p - r - 1) + (v - 1) * longest + 1
+    else:
+        last = 2 * (units - 1) * groups + r
+        n = (units - 1) * longest + 1 + 2 * (2 * num_layers - last)
+    return min(n, micro_batches * units)
 
 
 def attention_saved_bytes(shape: ModelShape, *, itemsize: int = 2, moe: bool = True, index_itemsize: int = 8) -> float:
@@ -129,20 +142,29 @@ def dense_saved_bytes(shape: ModelShape, *, width: int, itemsize: int = 2) -> fl
     return (4 if shape.glu else 2) * width * itemsize
 
 
-def expert_saved_bytes(shape: ModelShape, *, save: str, itemsize: int = 2, rows: float = 1.0, pairs: float | None = None) -> float:
+def _experts(shape: ModelShape, itemsize: int, experts: int = 1) -> ExpertCosts:
+    return ExpertCosts(
+        experts, shape.dim, shape.expert_dim, shape.top_k, gated=shape.glu, bias=shape.expert_bias, element_size=itemsize
+    )
+
+
+def expert_saved_bytes(
+    shape: ModelShape, *, save: str, itemsize: int = 2, rows: float = 1.0, pairs: float | None = None, experts: int = 0
+) -> float:
     """Bytes kept by the routed experts for ``rows`` received rows and ``pairs`` (row, expert) pairs (default K per row).
 
-    input: x; half: x and one of gate/up; preact: x and the pre-activations; all: also the activation.
-    Per pair 4 B gate, 16 B of index lists (the sums over a layer; E + 1 offsets are left out here).
+    x once per row, the hidden columns of ``save`` per pair, K fp32 gates per row (an expert rank gets all K), and int32 lists:
+    the row of each pair, K slots per row, and ``experts`` + 1 offsets. With pairs = K rows this is ``ExpertCosts.saved_bytes``.
     """
     pairs = shape.top_k * rows if pairs is None else pairs
-    glu = 2 if shape.glu else 1
-    widths = {"input": 0, "half": 1, "preact": glu, "all": glu + 1}
-    if save not in widths:
-        raise ConfigError(f"save={save!r} is unknown; use one of {', '.join(widths)}")
+    if save not in SAVE_MODES:
+        raise ConfigError(f"save={save!r} is unknown; use one of {', '.join(SAVE_MODES)}")
     if save == "half" and not shape.glu:
         raise ConfigError("save='half' keeps one of the two halves of a GLU, and this model has none; use 'preact' or 'input'")
-    return rows * shape.dim * itemsize + pairs * (widths[save] * shape.expert_dim * itemsize + 20)
+    columns = _experts(shape, itemsize).saved_hidden_columns(save)
+    slots = rows * shape.top_k
+    index = pairs + slots + (experts + 1 if experts else 0)
+    return (rows * shape.dim + pairs * columns) * itemsize + 4 * slots + 4 * index
 
 
 def head_transient_bytes(shape: ModelShape, *, tokens: float, itemsize: int = 2) -> float:
@@ -150,13 +172,11 @@ def head_transient_bytes(shape: ModelShape, *, tokens: float, itemsize: int = 2)
     return tokens * shape.vocab_size * (itemsize + 4) * 2
 
 
-def expert_transient_bytes(shape: ModelShape, *, pairs: float, itemsize: int = 2) -> float:
-    """Largest working set of the expert MLP besides what it keeps: backward's dH, A' and the rows of dX (GLU: 3 F + D per pair).
-
-    Fewer with ``chunk_tokens``.
-    """
-    glu = 2 if shape.glu else 1
-    return pairs * ((glu + 1) * shape.expert_dim + shape.dim) * itemsize
+def expert_transient_bytes(shape: ModelShape, *, pairs: float, save: str = "preact", itemsize: int = 2) -> float:
+    """Largest working set of the expert MLP besides what it keeps; fewer with ``chunk_tokens``. See ``ExpertCosts``."""
+    costs = _experts(shape, itemsize)
+    tokens = round(pairs / shape.top_k)
+    return max(costs.forward_transient_bytes(tokens, save), costs.backward_transient_bytes(tokens, save))
 
 
 def _state(params: float, precision: Precision, copies: int) -> dict[str, float]:
@@ -247,13 +267,13 @@ def expert_rank_memory(
     """
     item = precision.activation
     row = shape.dim * item
-    kept = expert_saved_bytes(shape, save=save, itemsize=item, rows=rows, pairs=pairs)
+    kept = expert_saved_bytes(shape, save=save, itemsize=item, rows=rows, pairs=pairs, experts=experts)
     return MemoryParts(
         **_state(layers * experts * shape.expert_params, precision, optimizer_copies),
         activations=live_units * kept,
         routing=live_units * rows * shape.top_k * 8,
         exchange=rows * 4 * row,
-        transient=expert_transient_bytes(shape, pairs=pairs, itemsize=item),
+        transient=expert_transient_bytes(shape, pairs=pairs, save=save, itemsize=item),
         allowance=allowance,
         live_units=live_units,
         notes={

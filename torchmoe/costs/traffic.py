@@ -126,25 +126,26 @@ def layer_traffic(
 ) -> LayerTraffic:
     """Expected bytes per token of one MoE layer of a disaggregated run.
 
-    A dispatched row is [x | K gates fp32 | K ids int32] padded to 16 B; a d_dispatch row carries dx and K gate gradients;
-    combine and d_combine rows are D elements. r rows per token with dedup, K without. "direct" adds one row per token and
-    direction from one attention group to the next; "ride" has no residual edge. In both the K ids (int32) go to the next group.
+    A dispatched row is [x | K gates fp32 | K ids int32], every field aligned to 8 B and the record padded to 16 B; a d_dispatch
+    row is [dx | K gate gradients]; combine and d_combine rows are D elements. r rows per token with dedup, K without. The
+    header, one record per message, is left out. "direct" adds one row per token and direction from one attention group to the
+    next; "ride" has no residual edge. In both the K ids (int32) go to the next group.
     """
     r = rows_per_token(num_experts, top_k, split_sizes(num_experts, ffn_ranks)) if dedup else float(top_k)
-    row = dim * itemsize
-    gate = max(4, itemsize)
+    gate = 4 if itemsize <= 4 else itemsize
 
-    def pad(n: int) -> int:
-        return -(-n // 16) * 16
+    def record(*sizes: int) -> int:
+        return max(16, -(-sum(-(-n // 8) * 8 for n in sizes) // 16) * 16)
 
+    row = record(dim * itemsize)
     other = residual != "local"
     direct = residual == "direct"
     return LayerTraffic(
         rows=r,
-        dispatch=r * pad(row + top_k * (gate + 4)),
+        dispatch=r * record(dim * itemsize, top_k * gate, top_k * 4),
         combine=r * row,
         d_combine=r * row,
-        d_dispatch=r * pad(row + top_k * gate),
+        d_dispatch=r * record(dim * itemsize, top_k * gate),
         residual=row if direct else 0,
         d_residual=row if direct else 0,
         ids=4 * top_k if other else 0,

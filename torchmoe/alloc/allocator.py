@@ -1,0 +1,384 @@
+"""RooflineAllocator: how many GPUs and NICs for attention, how many for experts, in how many groups (DisagMoE section 4.3).
+
+The tables come from :class:`SplitCosts`, the choice from the program in ``milp``. The answer explains itself: times of both
+sides, the resource that binds, memory of the fullest ranks, and why the layouts that were left out were left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from torchmoe.alloc.milp import Choice, Layout, Problem, solve
+from torchmoe.alloc.specs import ClusterSpec, Workload
+from torchmoe.alloc.split import SplitCosts
+from torchmoe.costs.flops import model_flops
+from torchmoe.costs.memory import MemoryParts
+from torchmoe.costs.model import ModelShape
+from torchmoe.errors import ConfigError
+
+__all__ = ["MEMORY_MODES", "Allocation", "RooflineAllocator"]
+
+Nics = Literal["fixed", "free"]
+Recompute = Literal["none", "full"]
+Save = Literal["input", "half", "preact", "all"]
+MEMORY_MODES: tuple[tuple[Recompute, Save], ...] = (("none", "preact"), ("none", "input"), ("full", "preact"), ("full", "input"))
+"""From the fastest to the smallest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """A split and what it is predicted to do. Times are seconds per optimizer step; sizes are per group.
+
+    Args:
+        m, n: GPUs of an attention and of an FFN group; ``pa``, ``pf`` groups of each; ``replicas`` of the whole pipeline.
+        nics_a, nics_f: NICs (or GPUs' fabric ports) of a group.
+        attention, ffn, network_a, network_f: busy time of each resource; the largest binds.
+        fill: time to fill and drain the pipeline, once per step.
+        workload: with the micro-batch and memory mode that were chosen.
+        gap: how far from the best the solver may be.
+    """
+
+    m: int
+    n: int
+    pa: int
+    pf: int
+    replicas: int
+    nics_a: float
+    nics_f: float
+    cycle: int
+    attention: float
+    ffn: float
+    network_a: float
+    network_f: float
+    fill: float
+    flops: float
+    peak: float
+    gpus: int
+    world: int
+    workload: Workload
+    micro_batches: int
+    memory_a: MemoryParts
+    memory_f: MemoryParts
+    gap: float = 0.0
+    rejected: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def times(self) -> dict[str, float]:
+        return {
+            "attention": self.attention,
+            "experts": self.ffn,
+            "network (attention side)": self.network_a,
+            "network (expert side)": self.network_f,
+        }
+
+    @property
+    def binding(self) -> str:
+        """The busiest resource."""
+        return max(self.times, key=lambda k: self.times[k])
+
+    @property
+    def busy(self) -> float:
+        """T: the time of the busiest resource."""
+        return max(self.times.values())
+
+    @property
+    def step(self) -> float:
+        """Predicted seconds per step: the busiest resource, then filling and draining."""
+        return self.busy + self.fill
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.workload.global_tokens / self.step
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs (no recomputation) over the peak of the GPUs that are used."""
+        return self.flops / (self.step * self.peak)
+
+    @property
+    def attention_sizes(self) -> list[int]:
+        return [self.m] * self.pa
+
+    @property
+    def ffn_sizes(self) -> list[int]:
+        return [self.n] * self.pf
+
+    def to_dict(self) -> dict[str, Any]:
+        out = asdict(self)
+        out |= {
+            "binding": self.binding,
+            "step": self.step,
+            "mfu": self.mfu,
+            "tokens_per_second": self.tokens_per_second,
+            "placement": {"attention": self.attention_sizes, "ffn": self.ffn_sizes, "replicas": self.replicas},
+        }
+        return out
+
+    def explain(self) -> str:
+        """The answer in words and numbers."""
+        pool_a, pool_f = self.replicas * self.pa * self.m, self.replicas * self.pf * self.n
+        more = f", {self.replicas} replicas" if self.replicas > 1 else ""
+        lines = [
+            f"{self.gpus} of {self.world} GPUs: {pool_a} for attention, {pool_f} for experts{more}",
+            f"  attention={self.attention_sizes} ffn={self.ffn_sizes} cycle={self.cycle}, NICs per group "
+            f"{self.nics_a:g} and {self.nics_f:g}",
+            f"  step {self.step * 1e3:.1f} ms ({self.micro_batches} micro-batches of {self.workload.micro_batch} sequences; "
+            f"fill and drain {self.fill * 1e3:.1f} ms), recompute={self.workload.recompute} save={self.workload.save}",
+            f"  {self.tokens_per_second:,.0f} tokens/s, MFU {self.mfu:.1%}",
+            f"  binds: {self.binding}",
+        ]
+        for name, t in self.times.items():
+            lines.append(f"    {name:26s} {t * 1e3:10.1f} ms  {t / self.busy:6.1%}")
+        for name, mem in (("attention rank", self.memory_a), ("expert rank", self.memory_f)):
+            parts = ", ".join(f"{k} {v / 2**30:.1f}" for k, v in mem.rows() if v >= 2**27)
+            lines.append(f"  fullest {name}: {mem.total / 2**30:.1f} GiB ({parts})")
+        for side in ("attention", "experts"):
+            prefix = f"{side} do not fit in " if side == "experts" else f"{side} does not fit in "
+            found = {k.removeprefix(prefix): v for k, v in self.rejected.items() if k.startswith(prefix)}
+            if found:
+                lines.append(f"  left out for memory, {side}: " + ", ".join(f"{v} layouts with {k}" for k, v in found.items()))
+        if self.gap:
+            lines.append(f"  the solver stopped early: at most {self.gap:.2%} from the best")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class RooflineAllocator:
+    """Splits ``cluster`` between attention and experts of ``model`` under ``workload``.
+
+    Args:
+        ffn_cluster: a second pool of another GPU kind for the experts; then the first pool holds attention only.
+        nics: "fixed" to their GPUs, or "free" to be given to either side (whole NICs).
+        divisible: M divides the micro-batch and N the experts; else uneven shares are allowed and the fullest rank counts.
+        groups: numbers of groups per role to try; ``symmetric`` keeps pA = pF (the paper's form).
+        max_replicas: replicas of the whole pipeline to try.
+        micro_batches: sequences per micro-batch to try; none: the workload's.
+        memory_modes: (recompute, save) pairs to try; none: the workload's.
+        count_fill: weigh every time with the share that filling and draining adds, 1 + (2p - 1) / (units per step).
+        tie: times within this share count as equal; then fewest GPUs, or ``goal="mfu"``.
+    """
+
+    cluster: ClusterSpec
+    model: ModelShape
+    workload: Workload
+    ffn_cluster: ClusterSpec | None = None
+    nics: Nics = "fixed"
+    divisible: bool = True
+    groups: Sequence[int] = (1, 2, 3, 4, 6, 8, 12, 16)
+    symmetric: bool = True
+    max_replicas: int = 64
+    micro_batches: Sequence[int] = ()
+    memory_modes: Sequence[tuple[Recompute, Save]] = ()
+    count_fill: bool = True
+    shard_optimizer: bool = False
+    residual: Literal["direct", "ride"] = "direct"
+    tie: float = 0.01
+    goal: Literal["fewest_gpus", "mfu"] = "fewest_gpus"
+    max_seconds: float = 60.0
+
+    @property
+    def costs(self) -> SplitCosts:
+        return SplitCosts(
+            self.cluster, self.model, self.workload, self.ffn_cluster, self.residual, shard_optimizer=self.shard_optimizer
+        )
+
+    @property
+    def world(self) -> int:
+        return self.cluster.gpus + (self.ffn_cluster.gpus if self.ffn_cluster else 0)
+
+    # ---- candidates
+    def workloads(self) -> list[Workload]:
+        """The workload in every micro-batch size and memory mode to try."""
+        w = self.workload
+        out = []
+        for b in self.micro_batches or (w.micro_batch,):
+            if w.global_batch % b:
+                raise ConfigError(f"micro_batch={b} does not divide global_batch={w.global_batch} sequences; leave it out")
+            for recompute, save in self.memory_modes or ((w.recompute, w.save),):
+                if save == "half" and not self.model.glu:
+                    continue
+                out.append(replace(w, micro_batch=b, recompute=recompute, save=save))
+        return out
+
+    def _whole_nics(self, sizes: Iterable[int], nics_per_gpu: float) -> list[int]:
+        # a NIC that serves several GPUs stays with one group
+        free = self.nics == "free" or nics_per_gpu >= 1
+        return [n for n in sizes if free or abs(n * nics_per_gpu - round(n * nics_per_gpu)) < 1e-9]
+
+    def _shares(self, whole: int, limit: int) -> list[int]:
+        return [n for n in range(1, min(limit, whole) + 1) if not self.divisible or whole % n == 0]
+
+    def _layouts(self, w: Workload) -> Iterable[tuple[int, int, int]]:
+        n = self.model.num_moe_layers
+        batches = w.global_batch // w.micro_batch
+        for r in range(1, min(batches, self.max_replicas, self.world // 2) + 1):
+            if batches % r:
+                continue
+            for pa in self.groups:
+                for pf in [pa] if self.symmetric else self.groups:
+                    if max(pa, pf) <= n and r * (pa + pf) <= self.world:
+                        yield r, pa, pf
+
+    def problem(self) -> tuple[Problem, list[SplitCosts], Counter[str]]:
+        """The program's tables, the costs behind each layout, and why candidates were left out."""
+        costs, why = self.costs, Counter[str]()
+        budget_a = self.cluster.gpus
+        budget_f = self.ffn_cluster.gpus if self.ffn_cluster else budget_a
+        band_a, per_a = costs.link(self.cluster)
+        band_f, per_f = costs.link(costs.f_cluster)
+        layouts, used = [], []
+        for w in self.workloads():
+            for r, pa, pf in self._layouts(w):
+                p = max(pa, pf)
+                fits: str | tuple[list[int], list[int], dict[int, int]] = ""
+                for factor in (4, 2):  # the longer cycle hides transfers, the shorter one holds fewer units
+                    c = replace(costs, workload=w, cycle=factor * p)
+                    sizes = (budget_a // (r * pa), budget_f // (r * pf))
+                    fits = self._fitting(c, r, pa, pf, sizes, (per_a, per_f))
+                    if not isinstance(fits, str):
+                        break
+                if isinstance(fits, str):
+                    why[fits] += 1
+                    continue
+                ms, ns, max_n = fits
+                wire = {n: c.wire_bytes(n, pa) for n in ns}
+                v_a, v_f = len(c.group_layers(pa, 0)), len(c.group_layers(pf, 0))
+                steps = c.micro_batches(r) * self.fill_factor(c, r, p)
+                layouts.append(
+                    Layout(
+                        r,
+                        pa,
+                        pf,
+                        {m: steps * c.attention_group_seconds(pa, m, even=w.micro_batch % m == 0) for m in ms},
+                        {n: steps * c.ffn_group_seconds(pf, n) for n in ns},
+                        {n: steps * v_a * wire[n][0] / band_a for n in ns},
+                        {n: steps * v_f * wire[n][1] / band_f for n in ns},
+                        max_n,
+                    )
+                )
+                used.append(c)
+        gpus: Any = (budget_a, self.ffn_cluster.gpus) if self.ffn_cluster else budget_a
+        nics: Any = None
+        if self.nics == "free":
+            if self.cluster.nodes == 1 and self.ffn_cluster is None:
+                raise ConfigError("nics='free' on one node: its GPUs talk over the node's fabric; use nics='fixed'")
+            nics = (self.cluster.nics, self.ffn_cluster.nics) if self.ffn_cluster else self.cluster.nics
+        return Problem(layouts, gpus, nics, (per_a, per_f)), used, why
+
+    def fill_factor(self, c: SplitCosts, replicas: int, p: int) -> float:
+        """1 + (2p - 1) / (units per step): interleaved 1F1B over 2p groups idles (2p - 1) units of forward and backward."""
+        if not self.count_fill:
+            return 1.0
+        return 1.0 + (2 * p - 1) / (c.micro_batches(replicas) * len(c.group_layers(p, 0)))
+
+    def _fitting(
+        self, c: SplitCosts, r: int, pa: int, pf: int, caps: tuple[int, int], per: tuple[float, float]
+    ) -> str | tuple[list[int], list[int], dict[int, int]]:
+        """Sizes that fit in memory, and for each M the largest N; or why there are none."""
+        ns = [
+            n
+            for n in self._whole_nics(self._shares(self.model.num_experts, caps[1]), per[1])
+            if c.expert_memory(pa=pa, pf=pf, n=n, replicas=r).total <= c.f_cluster.gpu.hbm_bytes
+        ]
+        if not ns:
+            return f"experts do not fit in p={pf}"
+        # more FFN ranks mean more rows per token in an attention rank's buffers, so one bound per M is enough
+        max_n: dict[int, int] = {}
+        for m in self._whole_nics(self._shares(c.workload.micro_batch, caps[0]), per[0]):
+            n = next(
+                (
+                    n
+                    for n in reversed(ns)
+                    if c.attention_memory(pa=pa, pf=pf, m=m, n=n, replicas=r).total <= self.cluster.gpu.hbm_bytes
+                ),
+                None,
+            )
+            if n is not None:
+                max_n[m] = n
+        if not max_n:
+            return f"attention does not fit in p={pa}"
+        if all(n == ns[-1] for n in max_n.values()):
+            return list(max_n), ns, {}
+        return list(max_n), ns, max_n
+
+    # ---- solve
+    def solve(self) -> Allocation:
+        """The best split.
+
+        Raises:
+            ConfigError: nothing fits; the message names the smallest cluster of this kind that would do.
+        """
+        problem, used, why = self.problem()
+        choice = solve(problem, tie=self.tie, goal=self.goal, max_seconds=self.max_seconds) if problem.layouts else None
+        if choice is None:
+            raise ConfigError(self._nothing_fits(why))
+        return self.allocation(problem, choice, used, why)
+
+    def allocation(self, problem: Problem, choice: Choice, used: Sequence[SplitCosts], why: Counter[str]) -> Allocation:
+        """Dress a choice of the program up as an answer."""
+        o, c = problem.layouts[choice.layout], used[choice.layout]
+        w, p = c.workload, max(o.pa, o.pf)
+        factor = self.fill_factor(c, o.replicas, p)
+        times = [o.attention[choice.m], o.ffn[choice.n], o.wire_a[choice.n] / choice.qa, o.wire_f[choice.n] / choice.qf]
+        times = [t / factor for t in times]
+        peak_a, peak_f = self.cluster.gpu.peak(w.dtype), c.f_cluster.gpu.peak(w.dtype)
+        return Allocation(
+            m=choice.m,
+            n=choice.n,
+            pa=o.pa,
+            pf=o.pf,
+            replicas=o.replicas,
+            nics_a=choice.qa,
+            nics_f=choice.qf,
+            cycle=c.cycle or 4 * p,
+            attention=times[0],
+            ffn=times[1],
+            network_a=times[2],
+            network_f=times[3],
+            fill=max(times) * (factor - 1),
+            flops=model_flops(self.model, seq_len=w.seq_len, causal=w.causal) * w.global_tokens,
+            peak=o.replicas * (o.pa * choice.m * peak_a + o.pf * choice.n * peak_f),
+            gpus=choice.gpus,
+            world=self.world,
+            workload=w,
+            micro_batches=c.micro_batches(o.replicas),
+            memory_a=c.attention_memory(pa=o.pa, pf=o.pf, m=choice.m, n=choice.n, replicas=o.replicas),
+            memory_f=c.expert_memory(pa=o.pa, pf=o.pf, n=choice.n, replicas=o.replicas),
+            gap=choice.gap,
+            rejected=dict(why),
+        )
+
+    def _nothing_fits(self, why: Counter[str]) -> str:
+        reasons = "; ".join(f"{k} ({v} layouts)" for k, v in why.most_common(3)) or "no layout is possible"
+        text = f"{self.model.name} fits nowhere on {self.world} GPUs ({reasons})"
+        if self.ffn_cluster is not None:
+            return text + "; give more GPUs, more memory per GPU, or recompute='full'"
+        gpus = self.cluster.gpus
+        for _ in range(12):
+            gpus *= 2
+            try:
+                found = replace(self, cluster=self.cluster.resized(gpus), tie=1.0).problem()[0]
+                choice = solve(found, tie=1.0, max_seconds=self.max_seconds) if found.layouts else None
+            except ConfigError:
+                continue
+            if choice is not None:
+                return text + f"; the smallest cluster of this kind that would do, in doublings, has {gpus} GPUs"
+        return text + "; no larger cluster of this kind holds it either: try recompute='full' or a smaller micro_batch"
+
+    def over_lengths(self, lengths: Sequence[int]) -> list[tuple[int, Allocation | None]]:
+        """The best split at each sequence length, with the tokens per step kept (sequences shrink as they grow longer)."""
+        out: list[tuple[int, Allocation | None]] = []
+        for s in lengths:
+            w = self.workload
+            scale = w.seq_len / s
+            micro = max(1, round(w.micro_batch * scale))
+            batches = w.global_batch // w.micro_batch
+            try:
+                allocator = replace(self, workload=replace(w, seq_len=s, micro_batch=micro, global_batch=micro * batches))
+                out.append((s, allocator.solve()))
+            except ConfigError:
+                out.append((s, None))
+        return out
