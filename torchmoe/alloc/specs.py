@@ -6,6 +6,7 @@ In Python every number is SI (bytes, bytes per second, FLOP per second, seconds)
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -115,7 +116,7 @@ class Efficiency:
     def __post_init__(self) -> None:
         object.__setattr__(self, "points", tuple((float(x), float(y)) for x, y in self.points))
         xs = [x for x, _ in self.points]
-        if not xs or xs[0] <= 0 or any(b <= a for a, b in zip(xs, xs[1:], strict=False)):
+        if not xs or xs[0] <= 0 or any(b <= a for a, b in itertools.pairwise(xs)):
             raise ConfigError(f"efficiency sizes {xs} must be positive and ascending")
         if any(not 0 < y <= 1 for _, y in self.points):
             raise ConfigError(f"efficiency shares {[y for _, y in self.points]} must be in (0, 1]")
@@ -124,7 +125,7 @@ class Efficiency:
         pts = self.points
         if size <= pts[0][0]:
             return pts[0][1]
-        for (x0, y0), (x1, y1) in zip(pts, pts[1:], strict=False):
+        for (x0, y0), (x1, y1) in itertools.pairwise(pts):
             if size <= x1:
                 return y0 + (y1 - y0) * log(size / x0) / log(x1 / x0)
         return pts[-1][1]
