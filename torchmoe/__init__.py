@@ -15,6 +15,7 @@ _HOME = {
     "RankExperts": "torchmoe.experts",
     "Routing": "torchmoe.router",
     "TopKRouter": "torchmoe.router",
+    "MoELayer": "torchmoe.layer",
     "Deadlines": "torchmoe.placement",
     "Placement": "torchmoe.placement",
     "C10dTransport": "torchmoe.comm.c10d",
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from torchmoe.dispatch import DispatchQueue as DispatchQueue
     from torchmoe.experts import FusedExpertMLP as FusedExpertMLP
     from torchmoe.experts import RankExperts as RankExperts
+    from torchmoe.layer import MoELayer as MoELayer
     from torchmoe.pipeline.action import Schedule as Schedule
     from torchmoe.pipeline.lower import lower as lower
     from torchmoe.pipeline.runtime.runner import Runner as Runner
