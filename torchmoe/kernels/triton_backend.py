@@ -1,0 +1,491 @@
+"""The kernels of the expert MLP in Triton: the same functions as :mod:`torchmoe.kernels.reference`, for GPUs.
+
+Letters and contracts are the reference's. No function waits for the device: grids are upper bounds from sizes that the host
+knows, and programs without work return at once. Weights may have any strides. fp32, bf16 and fp16; sums run in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchmoe.kernels import launch as host
+from torchmoe.kernels.backward_hidden import backward_hidden_kernel, gate_gradient_kernel
+from torchmoe.kernels.combine import combine_kernel
+from torchmoe.kernels.down_projection import down_projection_kernel
+from torchmoe.kernels.input_grad import input_grad_kernel
+from torchmoe.kernels.queue import count_pairs_kernel, place_pairs_kernel, scan_columns_kernel
+from torchmoe.kernels.tuning import Config, Key, rows_bucket
+from torchmoe.kernels.up_projection import up_projection_kernel
+from torchmoe.kernels.weight_grad import bias_grad_kernel, reduce_slices_kernel, weight_grad_kernel
+
+__all__ = [
+    "backward_hidden",
+    "bias_grad_rows",
+    "build_queue",
+    "combine",
+    "down_projection",
+    "input_grad",
+    "up_projection",
+    "weight_grad_rows",
+]
+
+Hidden = Tensor | tuple[Tensor, Tensor]
+
+
+def build_queue(expert_ids_TK: Tensor, num_experts: int, max_rows: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`torchmoe.kernels.reference.build_queue`; three kernels, no sort, no atomics on memory."""
+    T, K = expert_ids_TK.shape
+    device, pairs, E = expert_ids_TK.device, expert_ids_TK.numel(), num_experts
+    P = pairs if max_rows is None else max_rows
+    # A wider tile for many experts keeps the [tiles, E] counts small; the comparison within a tile grows with its square.
+    tile = 256 if E <= 256 else 512
+    tiles = -(-pairs // tile)
+    counts = torch.empty(tiles, E, dtype=torch.int32, device=device)
+    totals = torch.empty(E, dtype=torch.int32, device=device)
+    indices_P = torch.empty(P, dtype=torch.int32, device=device)
+    offsets_E1 = torch.empty(E + 1, dtype=torch.int32, device=device)
+    map_TK = torch.empty(T, K, dtype=torch.int32, device=device)
+    overflowed = torch.empty(1, dtype=torch.bool, device=device)
+    ids = expert_ids_TK.reshape(-1)
+    shared = {"E": E, "BINS": _power_of_two(E + 1), "TILE": tile, "num_warps": 4}
+    host.launch(count_pairs_kernel, (tiles,), device, ids_ptr=ids, counts_ptr=counts, num_pairs=pairs, **shared)
+    block_e = min(16, _power_of_two(E))
+    host.launch(
+        scan_columns_kernel,
+        (-(-E // block_e),),
+        device,
+        counts_ptr=counts,
+        totals_ptr=totals,
+        num_tiles=tiles,
+        E=E,
+        BLOCK_T=128,
+        BLOCK_E=block_e,
+        num_warps=4,
+    )
+    host.launch(
+        place_pairs_kernel,
+        (max(tiles, -(-P // tile), 1),),
+        device,
+        ids_ptr=ids,
+        starts_ptr=counts,
+        totals_ptr=totals,
+        indices_ptr=indices_P,
+        offsets_ptr=offsets_E1,
+        map_ptr=map_TK,
+        overflowed_ptr=overflowed,
+        num_pairs=pairs,
+        num_rows=P,
+        K=max(K, 1),
+        CHUNK=16,
+        **shared,
+    )
+    return indices_P, offsets_E1, map_TK, overflowed
+
+
+def up_projection(
+    x_TD: Tensor,
+    expert_token_indices_P: Tensor,
+    expert_token_offsets_E1: Tensor,
+    w1_EFD: Tensor,
+    w3_EFD: Tensor | None,
+    b1_EF: Tensor | None,
+    b3_EF: Tensor | None,
+    activation: str,
+    save_hidden: bool,
+    gate_only: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """See :func:`torchmoe.kernels.reference.up_projection`; x is gathered inside the loads of one grouped GEMM."""
+    E, F, D = w1_EFD.shape
+    P, device, glu = expert_token_indices_P.numel(), x_TD.device, w3_EFD is not None
+    host.check("up_projection", device, x_TD.dtype, w1=w1_EFD, w3=w3_EFD, b1=b1_EF, b3=b3_EF)
+    halves = (2 if glu and not gate_only else 1) if save_hidden else 0
+    a_PF = x_TD.new_empty(P, F)
+    h = x_TD.new_empty(P, halves * F) if save_hidden else None
+    w3 = w3_EFD if w3_EFD is not None else w1_EFD
+    b1 = b1_EF if b1_EF is not None else w1_EFD[:, :, 0]
+    b3 = b3_EF if b3_EF is not None else b1
+
+    def start(config: Config) -> None:
+        tiles_m = host.row_tiles(P, E, config.block_m)
+        host.launch(
+            up_projection_kernel,
+            (tiles_m * -(-F // config.block_n),),
+            device,
+            x_ptr=x_TD,
+            indices_ptr=expert_token_indices_P,
+            offsets_ptr=expert_token_offsets_E1,
+            w1_ptr=w1_EFD,
+            w3_ptr=w3,
+            b1_ptr=b1,
+            b3_ptr=b3,
+            a_ptr=a_PF,
+            h_ptr=h if h is not None else a_PF,
+            num_row_tiles=tiles_m,
+            D=D,
+            F=F,
+            **_strides("x", x_TD, "td"),
+            **_strides("w1", w1_EFD, "efd"),
+            **_strides("w3", w3, "efd"),
+            **_strides("b1", b1, "ef"),
+            **_strides("b3", b3, "ef"),
+            E=E,
+            E_POW2=_power_of_two(E),
+            ACTIVATION=activation,
+            GLU=glu,
+            BIAS=b1_EF is not None,
+            SAVE_HALVES=halves,
+            INDEX_64=host.index_64((x_TD, (0, 1)), (w1_EFD, (1, 2)), (w3, (1, 2))),
+            EVEN_N=F % config.block_n == 0,
+            EVEN_K=D % config.block_k == 0,
+            PRECISION=host.dot_precision(x_TD.dtype),
+            **_tile(config),
+            PARTS=host.epilogue_parts(config),
+        )
+
+    host.run_gemm(_key("up_projection", F, D, E, P, x_TD), device, start)
+    return a_PF, h
+
+
+def down_projection(a_PF: Tensor, expert_token_offsets_E1: Tensor, w2_EDF: Tensor, b2_ED: Tensor | None) -> Tensor:
+    """See :func:`torchmoe.kernels.reference.down_projection`."""
+    E, D, F = w2_EDF.shape
+    P, device = a_PF.size(0), a_PF.device
+    host.check("down_projection", device, a_PF.dtype, w2=w2_EDF, b2=b2_ED)
+    y_PD = a_PF.new_empty(P, D)
+    a_PF = a_PF.contiguous()
+    b2 = b2_ED if b2_ED is not None else w2_EDF[:, :, 0]
+
+    def start(config: Config) -> None:
+        tiles_m = host.row_tiles(P, E, config.block_m)
+        host.launch(
+            down_projection_kernel,
+            (tiles_m * -(-D // config.block_n),),
+            device,
+            a_ptr=a_PF,
+            offsets_ptr=expert_token_offsets_E1,
+            w2_ptr=w2_EDF,
+            b2_ptr=b2,
+            y_ptr=y_PD,
+            num_row_tiles=tiles_m,
+            D=D,
+            F=F,
+            **_strides("w2", w2_EDF, "edf"),
+            **_strides("b2", b2, "ed"),
+            E=E,
+            E_POW2=_power_of_two(E),
+            BIAS=b2_ED is not None,
+            INDEX_64=host.index_64((w2_EDF, (1, 2))),
+            EVEN_N=D % config.block_n == 0,
+            EVEN_K=F % config.block_k == 0,
+            PRECISION=host.dot_precision(a_PF.dtype),
+            **_tile(config),
+        )
+
+    host.run_gemm(_key("down_projection", D, F, E, P, a_PF), device, start)
+    return y_PD
+
+
+def combine(y_PD: Tensor, token_index_map: Tensor, gates: Tensor | None, token_offsets_T1: Tensor | None = None) -> Tensor:
+    """See :func:`torchmoe.kernels.reference.combine`; every token gathers its own rows."""
+    D, device, ragged = y_PD.size(1), y_PD.device, token_offsets_T1 is not None
+    host.check("combine", device, y_PD.dtype)
+    T = token_offsets_T1.numel() - 1 if token_offsets_T1 is not None else token_index_map.size(0)
+    out_TD = y_PD.new_empty(T, D)
+    gate = gates if gates is not None else token_index_map
+    block_d = min(_power_of_two(D), 16 * 1024 // max(y_PD.element_size(), 2) // 8)
+    host.launch(
+        combine_kernel,
+        (T, -(-D // block_d)),
+        device,
+        rows_ptr=y_PD,
+        map_ptr=token_index_map,
+        gates_ptr=gate,
+        token_offsets_ptr=token_offsets_T1 if token_offsets_T1 is not None else token_index_map,
+        y_ptr=out_TD,
+        D=D,
+        stride_rp=y_PD.stride(0),
+        stride_rd=y_PD.stride(1),
+        stride_mt=0 if ragged else token_index_map.stride(0),
+        stride_mk=token_index_map.stride(-1),
+        stride_gt=0 if ragged else gate.stride(0),
+        stride_gk=gate.stride(-1),
+        K=1 if ragged else token_index_map.size(1),
+        GATED=gates is not None,
+        RAGGED=ragged,
+        INDEX_64=host.index_64((y_PD, (1,))),
+        BLOCK_D=block_d,
+        num_warps=4,
+    )
+    return out_TD
+
+
+def backward_hidden(
+    dy_TD: Tensor,
+    expert_token_indices_P: Tensor,
+    expert_token_offsets_E1: Tensor,
+    gates_P: Tensor,
+    h: Hidden,
+    w2_EDF: Tensor,
+    b2_ED: Tensor | None,
+    activation: str,
+    a_PF: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`torchmoe.kernels.reference.backward_hidden`; one grouped GEMM whose epilogue gives all three."""
+    E, D, F = w2_EDF.shape
+    P, device = expert_token_indices_P.numel(), dy_TD.device
+    gate_PF, up_PF = h if isinstance(h, tuple) else (h, None) if h.size(1) == F else (h[:, :F], h[:, F:])
+    host.check("backward_hidden", device, dy_TD.dtype, gate=gate_PF, up=up_PF, w2=w2_EDF, b2=b2_ED, a=a_PF)
+    glu = up_PF is not None
+    up = up_PF if up_PF is not None else gate_PF
+    gate_PF, up = _unit_columns(gate_PF), _unit_columns(up)
+    dh = dy_TD.new_empty(P, 2 * F if glu else F)
+    ag_PF = dy_TD.new_empty(P, F)
+    dgates_P = torch.empty(P, dtype=torch.float32, device=device)
+    scale_P = gates_P.to(torch.float32).contiguous()
+    saved_a = a_PF.contiguous() if a_PF is not None else ag_PF
+    e_pow2 = _power_of_two(E)
+    column_tiles: list[tuple[int, Tensor]] = []
+
+    def start(config: Config) -> None:
+        tiles_m, tiles_n = host.row_tiles(P, E, config.block_m), -(-F // config.block_n)
+        partials = torch.empty(P, tiles_n, dtype=torch.float32, device=device)
+        column_tiles[:] = [(tiles_n, partials)]
+        host.launch(
+            backward_hidden_kernel,
+            (tiles_m * tiles_n,),
+            device,
+            dy_ptr=dy_TD,
+            indices_ptr=expert_token_indices_P,
+            offsets_ptr=expert_token_offsets_E1,
+            gates_ptr=scale_P,
+            h1_ptr=gate_PF,
+            h3_ptr=up,
+            a_ptr=saved_a,
+            w2_ptr=w2_EDF,
+            dh_ptr=dh,
+            ag_ptr=ag_PF,
+            partials_ptr=partials,
+            num_row_tiles=tiles_m,
+            D=D,
+            F=F,
+            **_strides("y", dy_TD, "td"),
+            stride_h1=gate_PF.stride(0),
+            stride_h3=up.stride(0),
+            **_strides("w2", w2_EDF, "edf"),
+            E=E,
+            E_POW2=e_pow2,
+            ACTIVATION=activation,
+            GLU=glu,
+            SAVED_A=a_PF is not None,
+            INDEX_64=host.index_64((dy_TD, (0, 1)), (w2_EDF, (1, 2))),
+            EVEN_N=F % config.block_n == 0,
+            EVEN_K=D % config.block_k == 0,
+            PRECISION=host.dot_precision(dy_TD.dtype),
+            **_tile(config),
+            PARTS=host.epilogue_parts(config),
+        )
+
+    host.run_gemm(_key("backward_hidden", F, D, E, P, dy_TD), device, start)
+    tiles_n, partials = column_tiles[0]
+    b2 = b2_ED if b2_ED is not None else w2_EDF[:, :, 0]
+    block_m = 16 if b2_ED is not None else 128
+    tiles_m = host.row_tiles(P, E, block_m)
+    host.launch(
+        gate_gradient_kernel,
+        (tiles_m,),
+        device,
+        partials_ptr=partials,
+        dy_ptr=dy_TD,
+        indices_ptr=expert_token_indices_P,
+        offsets_ptr=expert_token_offsets_E1,
+        b2_ptr=b2,
+        dgates_ptr=dgates_P,
+        D=D,
+        N=tiles_n,
+        **_strides("y", dy_TD, "td"),
+        **_strides("b2", b2, "ed"),
+        E=E,
+        E_POW2=e_pow2,
+        BIAS=b2_ED is not None,
+        INDEX_64=host.index_64((dy_TD, (0, 1))),
+        BLOCK_M=block_m,
+        BLOCK_D=min(_power_of_two(D), 256),
+        num_warps=4,
+    )
+    return dh, ag_PF, dgates_P
+
+
+def input_grad(dh: Tensor, expert_token_offsets_E1: Tensor, w1_EFD: Tensor, w3_EFD: Tensor | None) -> Tensor:
+    """See :func:`torchmoe.kernels.reference.input_grad`."""
+    E, F, D = w1_EFD.shape
+    P, device = dh.size(0), dh.device
+    host.check("input_grad", device, dh.dtype, w1=w1_EFD, w3=w3_EFD)
+    dxr_PD = dh.new_empty(P, D)
+    dh = dh.contiguous()
+    w3 = w3_EFD if w3_EFD is not None else w1_EFD
+
+    def start(config: Config) -> None:
+        tiles_m = host.row_tiles(P, E, config.block_m)
+        host.launch(
+            input_grad_kernel,
+            (tiles_m * -(-D // config.block_n),),
+            device,
+            dh_ptr=dh,
+            offsets_ptr=expert_token_offsets_E1,
+            w1_ptr=w1_EFD,
+            w3_ptr=w3,
+            dxr_ptr=dxr_PD,
+            num_row_tiles=tiles_m,
+            D=D,
+            F=F,
+            **_strides("w1", w1_EFD, "efd"),
+            **_strides("w3", w3, "efd"),
+            E=E,
+            E_POW2=_power_of_two(E),
+            GLU=w3_EFD is not None,
+            INDEX_64=host.index_64((w1_EFD, (1, 2)), (w3, (1, 2))),
+            EVEN_N=D % config.block_n == 0,
+            EVEN_K=F % config.block_k == 0,
+            PRECISION=host.dot_precision(dh.dtype),
+            **_tile(config),
+        )
+
+    host.run_gemm(_key("input_grad", D, F, E, P, dh), device, start)
+    return dxr_PD
+
+
+def weight_grad_rows(
+    left: Tensor,
+    right: Tensor,
+    left_indices_P: Tensor | None,
+    right_indices_P: Tensor | None,
+    expert_token_offsets_E1: Tensor,
+    out: Tensor,
+    accumulate: bool = True,
+    slice_rows: int | None = None,
+) -> Tensor:
+    """See :func:`torchmoe.kernels.reference.weight_grad_rows`; rows are gathered in the reduction of one grouped GEMM.
+
+    Args:
+        slice_rows: cut an expert's reduction after this many rows; None leaves the choice to the shapes (a cut only where
+            a single expert with all rows would leave the device idle).
+    """
+    E, M, N = out.shape
+    device = left.device
+    host.check("weight_grad_rows", device, left.dtype, right=right)
+    P = left.size(0) if left_indices_P is None else left_indices_P.numel()
+    index = expert_token_offsets_E1  # stands in for an index list that is not read
+
+    def start_into(target: Tensor, config: Config) -> None:
+        tiles = -(-M // config.block_m) * -(-N // config.block_n)
+        cut = slice_rows if slice_rows is not None else host.split_rows(P, tiles, device)
+        split_experts, slices = host.split_slices(P, cut)
+        partials = torch.empty(slices, M, N, dtype=torch.float32, device=device)
+        shared = {
+            "offsets_ptr": expert_token_offsets_E1,
+            "out_ptr": target,
+            "partials_ptr": partials if slices else target,
+            "slice_rows": cut,
+            "M": M,
+            "N": N,
+            **_strides("o", target, "emn"),
+            "E": E,
+            "E_POW2": _power_of_two(E),
+            "ACCUMULATE": accumulate,
+            "INDEX_64": host.index_64((left, (0, 1)), (right, (0, 1)), (target, (1, 2))),
+        }
+        host.launch(
+            weight_grad_kernel,
+            ((E + slices if slices else E) * tiles,),
+            device,
+            left_ptr=left,
+            right_ptr=right,
+            left_indices_ptr=left_indices_P if left_indices_P is not None else index,
+            right_indices_ptr=right_indices_P if right_indices_P is not None else index,
+            **_strides("l", left, "pm"),
+            **_strides("r", right, "pn"),
+            GATHER_LEFT=left_indices_P is not None,
+            GATHER_RIGHT=right_indices_P is not None,
+            SPLIT=slices > 0,
+            EVEN_M=M % config.block_m == 0,
+            EVEN_N=N % config.block_n == 0,
+            PRECISION=host.dot_precision(left.dtype),
+            **shared,
+            **_tile(config),
+            PARTS=host.epilogue_parts(config),
+        )
+        if slices:
+            grid = (split_experts, -(-M // 16), -(-N // 128))
+            host.launch(reduce_slices_kernel, grid, device, **shared, BLOCK_M=16, BLOCK_N=128, num_warps=4)
+
+    def rehearse(config: Config) -> None:
+        start_into(torch.empty_like(out), config)
+
+    host.run_gemm(
+        _key("weight_grad", M, N, E, P, left), device, lambda config: start_into(out, config), rehearse if accumulate else None
+    )
+    return out
+
+
+def bias_grad_rows(
+    rows: Tensor,
+    indices_P: Tensor | None,
+    scale_P: Tensor | None,
+    expert_token_offsets_E1: Tensor,
+    out: Tensor,
+    accumulate: bool = True,
+) -> Tensor:
+    """See :func:`torchmoe.kernels.reference.bias_grad_rows`."""
+    E, C = out.shape
+    host.check("bias_grad_rows", rows.device, rows.dtype)
+    block_c = 64
+    host.launch(
+        bias_grad_kernel,
+        (E, -(-C // block_c)),
+        rows.device,
+        rows_ptr=rows,
+        indices_ptr=indices_P if indices_P is not None else expert_token_offsets_E1,
+        scale_ptr=scale_P.to(torch.float32).contiguous() if scale_P is not None else expert_token_offsets_E1,
+        offsets_ptr=expert_token_offsets_E1,
+        out_ptr=out,
+        C=C,
+        **_strides("r", rows, "pc"),
+        **_strides("o", out, "ec"),
+        GATHER=indices_P is not None,
+        SCALED=scale_P is not None,
+        ACCUMULATE=accumulate,
+        INDEX_64=host.index_64((rows, (1,))),
+        BLOCK_R=32,
+        BLOCK_C=block_c,
+        num_warps=4,
+    )
+    return out
+
+
+def _key(kernel: str, left: int, right: int, num_experts: int, rows: int, like: Tensor) -> Key:
+    return Key(kernel, left, right, num_experts, like.element_size(), rows_bucket(rows, num_experts))
+
+
+def _tile(config: Config) -> dict[str, int]:
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+
+
+def _strides(name: str, tensor: Tensor, letters: str) -> dict[str, int]:
+    """Strides as kernel arguments: stride_<name><letter>."""
+    return {f"stride_{name}{letter}": stride for letter, stride in zip(letters, tensor.stride(), strict=True)}
+
+
+def _unit_columns(rows: Tensor) -> Tensor:
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << max(value - 1, 0).bit_length()
