@@ -22,10 +22,12 @@ __all__ = [
     "epilogue_parts",
     "index_64",
     "launch",
+    "power_of_two",
     "row_tiles",
     "run_gemm",
     "split_rows",
     "split_slices",
+    "strides",
 ]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -106,3 +108,13 @@ def check(name: str, device: torch.device, dtype: torch.dtype, **tensors: Tensor
             raise ConfigError(f"{name}: {label} is on {tensor.device}, the rows are on {device}; move it there")
         if tensor.dtype != dtype:
             raise ConfigError(f"{name}: {label} is {tensor.dtype}, the rows are {dtype}; cast it (autocast does)")
+
+
+def strides(name: str, tensor: Tensor, letters: str) -> dict[str, int]:
+    """Strides as kernel arguments: stride_<name><letter>."""
+    return {f"stride_{name}{letter}": stride for letter, stride in zip(letters, tensor.stride(), strict=True)}
+
+
+def power_of_two(value: int) -> int:
+    """The smallest power of two >= value (1 for 0)."""
+    return 1 << max(value - 1, 0).bit_length()

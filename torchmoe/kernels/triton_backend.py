@@ -11,10 +11,9 @@ from torch import Tensor
 
 from torchmoe.kernels import launch as host
 from torchmoe.kernels.backward_hidden import backward_hidden_kernel, gate_gradient_kernel
-from torchmoe.kernels.combine import combine_kernel
 from torchmoe.kernels.down_projection import down_projection_kernel
 from torchmoe.kernels.input_grad import input_grad_kernel
-from torchmoe.kernels.queue import count_pairs_kernel, place_pairs_kernel, scan_columns_kernel
+from torchmoe.kernels.triton_routing import build_queue, combine
 from torchmoe.kernels.tuning import Config, Key, rows_bucket
 from torchmoe.kernels.up_projection import up_projection_kernel
 from torchmoe.kernels.weight_grad import bias_grad_kernel, reduce_slices_kernel, weight_grad_kernel
@@ -31,56 +30,6 @@ __all__ = [
 ]
 
 Hidden = Tensor | tuple[Tensor, Tensor]
-
-
-def build_queue(expert_ids_TK: Tensor, num_experts: int, max_rows: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`torchmoe.kernels.reference.build_queue`; three kernels, no sort, no atomics on memory."""
-    T, K = expert_ids_TK.shape
-    device, pairs, E = expert_ids_TK.device, expert_ids_TK.numel(), num_experts
-    P = pairs if max_rows is None else max_rows
-    # A wider tile for many experts keeps the [tiles, E] counts small; the comparison within a tile grows with its square.
-    tile = 256 if E <= 256 else 512
-    tiles = -(-pairs // tile)
-    counts = torch.empty(tiles, E, dtype=torch.int32, device=device)
-    totals = torch.empty(E, dtype=torch.int32, device=device)
-    indices_P = torch.empty(P, dtype=torch.int32, device=device)
-    offsets_E1 = torch.empty(E + 1, dtype=torch.int32, device=device)
-    map_TK = torch.empty(T, K, dtype=torch.int32, device=device)
-    overflowed = torch.empty(1, dtype=torch.bool, device=device)
-    ids = expert_ids_TK.reshape(-1)
-    shared = {"E": E, "BINS": _power_of_two(E + 1), "TILE": tile, "num_warps": 4}
-    host.launch(count_pairs_kernel, (tiles,), device, ids_ptr=ids, counts_ptr=counts, num_pairs=pairs, **shared)
-    block_e = min(16, _power_of_two(E))
-    host.launch(
-        scan_columns_kernel,
-        (-(-E // block_e),),
-        device,
-        counts_ptr=counts,
-        totals_ptr=totals,
-        num_tiles=tiles,
-        E=E,
-        BLOCK_T=128,
-        BLOCK_E=block_e,
-        num_warps=4,
-    )
-    host.launch(
-        place_pairs_kernel,
-        (max(tiles, -(-P // tile), 1),),
-        device,
-        ids_ptr=ids,
-        starts_ptr=counts,
-        totals_ptr=totals,
-        indices_ptr=indices_P,
-        offsets_ptr=offsets_E1,
-        map_ptr=map_TK,
-        overflowed_ptr=overflowed,
-        num_pairs=pairs,
-        num_rows=P,
-        K=max(K, 1),
-        CHUNK=16,
-        **shared,
-    )
-    return indices_P, offsets_E1, map_TK, overflowed
 
 
 def up_projection(
@@ -124,13 +73,13 @@ def up_projection(
             num_row_tiles=tiles_m,
             D=D,
             F=F,
-            **_strides("x", x_TD, "td"),
-            **_strides("w1", w1_EFD, "efd"),
-            **_strides("w3", w3, "efd"),
-            **_strides("b1", b1, "ef"),
-            **_strides("b3", b3, "ef"),
+            **host.strides("x", x_TD, "td"),
+            **host.strides("w1", w1_EFD, "efd"),
+            **host.strides("w3", w3, "efd"),
+            **host.strides("b1", b1, "ef"),
+            **host.strides("b3", b3, "ef"),
             E=E,
-            E_POW2=_power_of_two(E),
+            E_POW2=host.power_of_two(E),
             ACTIVATION=activation,
             GLU=glu,
             BIAS=b1_EF is not None,
@@ -170,10 +119,10 @@ def down_projection(a_PF: Tensor, expert_token_offsets_E1: Tensor, w2_EDF: Tenso
             num_row_tiles=tiles_m,
             D=D,
             F=F,
-            **_strides("w2", w2_EDF, "edf"),
-            **_strides("b2", b2, "ed"),
+            **host.strides("w2", w2_EDF, "edf"),
+            **host.strides("b2", b2, "ed"),
             E=E,
-            E_POW2=_power_of_two(E),
+            E_POW2=host.power_of_two(E),
             BIAS=b2_ED is not None,
             INDEX_64=host.index_64((w2_EDF, (1, 2))),
             EVEN_N=D % config.block_n == 0,
@@ -184,40 +133,6 @@ def down_projection(a_PF: Tensor, expert_token_offsets_E1: Tensor, w2_EDF: Tenso
 
     host.run_gemm(_key("down_projection", D, F, E, P, a_PF), device, start)
     return y_PD
-
-
-def combine(y_PD: Tensor, token_index_map: Tensor, gates: Tensor | None, token_offsets_T1: Tensor | None = None) -> Tensor:
-    """See :func:`torchmoe.kernels.reference.combine`; every token gathers its own rows."""
-    D, device, ragged = y_PD.size(1), y_PD.device, token_offsets_T1 is not None
-    host.check("combine", device, y_PD.dtype)
-    T = token_offsets_T1.numel() - 1 if token_offsets_T1 is not None else token_index_map.size(0)
-    out_TD = y_PD.new_empty(T, D)
-    gate = gates if gates is not None else token_index_map
-    block_d = min(_power_of_two(D), 16 * 1024 // max(y_PD.element_size(), 2) // 8)
-    host.launch(
-        combine_kernel,
-        (T, -(-D // block_d)),
-        device,
-        rows_ptr=y_PD,
-        map_ptr=token_index_map,
-        gates_ptr=gate,
-        token_offsets_ptr=token_offsets_T1 if token_offsets_T1 is not None else token_index_map,
-        y_ptr=out_TD,
-        D=D,
-        stride_rp=y_PD.stride(0),
-        stride_rd=y_PD.stride(1),
-        stride_mt=0 if ragged else token_index_map.stride(0),
-        stride_mk=token_index_map.stride(-1),
-        stride_gt=0 if ragged else gate.stride(0),
-        stride_gk=gate.stride(-1),
-        K=1 if ragged else token_index_map.size(1),
-        GATED=gates is not None,
-        RAGGED=ragged,
-        INDEX_64=host.index_64((y_PD, (1,))),
-        BLOCK_D=block_d,
-        num_warps=4,
-    )
-    return out_TD
 
 
 def backward_hidden(
@@ -244,7 +159,7 @@ def backward_hidden(
     dgates_P = torch.empty(P, dtype=torch.float32, device=device)
     scale_P = gates_P.to(torch.float32).contiguous()
     saved_a = a_PF.contiguous() if a_PF is not None else ag_PF
-    e_pow2 = _power_of_two(E)
+    e_pow2 = host.power_of_two(E)
     column_tiles: list[tuple[int, Tensor]] = []
 
     def start(config: Config) -> None:
@@ -269,10 +184,10 @@ def backward_hidden(
             num_row_tiles=tiles_m,
             D=D,
             F=F,
-            **_strides("y", dy_TD, "td"),
+            **host.strides("y", dy_TD, "td"),
             stride_h1=gate_PF.stride(0),
             stride_h3=up.stride(0),
-            **_strides("w2", w2_EDF, "edf"),
+            **host.strides("w2", w2_EDF, "edf"),
             E=E,
             E_POW2=e_pow2,
             ACTIVATION=activation,
@@ -303,14 +218,14 @@ def backward_hidden(
         dgates_ptr=dgates_P,
         D=D,
         N=tiles_n,
-        **_strides("y", dy_TD, "td"),
-        **_strides("b2", b2, "ed"),
+        **host.strides("y", dy_TD, "td"),
+        **host.strides("b2", b2, "ed"),
         E=E,
         E_POW2=e_pow2,
         BIAS=b2_ED is not None,
         INDEX_64=host.index_64((dy_TD, (0, 1))),
         BLOCK_M=block_m,
-        BLOCK_D=min(_power_of_two(D), 256),
+        BLOCK_D=min(host.power_of_two(D), 256),
         num_warps=4,
     )
     return dh, ag_PF, dgates_P
@@ -339,10 +254,10 @@ def input_grad(dh: Tensor, expert_token_offsets_E1: Tensor, w1_EFD: Tensor, w3_E
             num_row_tiles=tiles_m,
             D=D,
             F=F,
-            **_strides("w1", w1_EFD, "efd"),
-            **_strides("w3", w3, "efd"),
+            **host.strides("w1", w1_EFD, "efd"),
+            **host.strides("w3", w3, "efd"),
             E=E,
-            E_POW2=_power_of_two(E),
+            E_POW2=host.power_of_two(E),
             GLU=w3_EFD is not None,
             INDEX_64=host.index_64((w1_EFD, (1, 2)), (w3, (1, 2))),
             EVEN_N=D % config.block_n == 0,
@@ -389,9 +304,9 @@ def weight_grad_rows(
             "slice_rows": cut,
             "M": M,
             "N": N,
-            **_strides("o", target, "emn"),
+            **host.strides("o", target, "emn"),
             "E": E,
-            "E_POW2": _power_of_two(E),
+            "E_POW2": host.power_of_two(E),
             "ACCUMULATE": accumulate,
             "INDEX_64": host.index_64((left, (0, 1)), (right, (0, 1)), (target, (1, 2))),
         }
@@ -403,8 +318,8 @@ def weight_grad_rows(
             right_ptr=right,
             left_indices_ptr=left_indices_P if left_indices_P is not None else index,
             right_indices_ptr=right_indices_P if right_indices_P is not None else index,
-            **_strides("l", left, "pm"),
-            **_strides("r", right, "pn"),
+            **host.strides("l", left, "pm"),
+            **host.strides("r", right, "pn"),
             GATHER_LEFT=left_indices_P is not None,
             GATHER_RIGHT=right_indices_P is not None,
             SPLIT=slices > 0,
@@ -450,8 +365,8 @@ def bias_grad_rows(
         offsets_ptr=expert_token_offsets_E1,
         out_ptr=out,
         C=C,
-        **_strides("r", rows, "pc"),
-        **_strides("o", out, "ec"),
+        **host.strides("r", rows, "pc"),
+        **host.strides("o", out, "ec"),
         GATHER=indices_P is not None,
         SCALED=scale_P is not None,
         ACCUMULATE=accumulate,
@@ -478,14 +393,5 @@ def _tile(config: Config) -> dict[str, int]:
     }
 
 
-def _strides(name: str, tensor: Tensor, letters: str) -> dict[str, int]:
-    """Strides as kernel arguments: stride_<name><letter>."""
-    return {f"stride_{name}{letter}": stride for letter, stride in zip(letters, tensor.stride(), strict=True)}
-
-
 def _unit_columns(rows: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
-def _power_of_two(value: int) -> int:
-    return 1 << max(value - 1, 0).bit_length()

@@ -161,7 +161,9 @@ class Device:
         found = torch.cuda.get_device_properties(device)
         if torch.version.hip is not None:
             return Device(found.name, found.gcnArchName.split(":")[0], 65536, True)
-        return Device(found.name, f"sm_{found.major}{found.minor}", found.shared_memory_per_block_optin, True)
+        # The opt-in limit is not in torch's type stubs; every CUDA build that torch 2.11 supports has it.
+        limit = int(getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block))
+        return Device(found.name, f"sm_{found.major}{found.minor}", limit, True)
 
 
 class Tuner:
