@@ -17,7 +17,7 @@ def train(steps: int = 50) -> list[float]:
         (loss if routing.aux is None else loss + routing.aux).backward()
         optimizer.step()
         optimizer.zero_grad()
-        history.append(float(loss))
+        history.append(loss.item())
     return history
 
 

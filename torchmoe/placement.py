@@ -294,6 +294,11 @@ class Placement:
         """Ranks over which the gradients of the experts on rank ``index`` of an F group are summed: one per replica."""
         return tuple(self.ranks(group, rep)[index] for rep in range(self.replicas))
 
+    def ride_gradient_ranks(self, layer: int) -> tuple[int, ...]:
+        """residual='ride': ranks over which ffn_norm's gradient of a layer is summed: its A group and F group, all replicas."""
+        groups = (self.attention_group(layer), self.ffn_group(layer))
+        return tuple(r for rep in range(self.replicas) for g in groups for r in self.ranks(g, rep))
+
     def check_residual(self, residual: Residual) -> None:
         if residual == "local" and len(self.attention) > 1:
             raise ConfigError(

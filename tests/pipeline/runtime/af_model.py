@@ -6,11 +6,13 @@ The two share the dense maths (attention, norms, router) and nothing of the expe
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchmoe.pipeline.runtime.ride import RideExperts
 from torchmoe.pipeline.runtime.stage import AttentionOutput, MicroBatch, Stages
 from torchmoe.placement import Placement, Where
 from torchmoe.router import Routing
@@ -45,6 +47,11 @@ class Case:
     owners: tuple[tuple[int, ...], ...] | None = None
     cycle: int | None = None
     shape: Shape = field(default_factory=Shape)
+    options: dict[str, Any] = field(default_factory=dict)  # of M2NExchange
+
+    @property
+    def ride(self) -> bool:
+        return self.options.get("residual") == "ride"
 
     @property
     def placement(self) -> Placement:
@@ -146,8 +153,17 @@ class Dense:
         h_TD = self.attend(layer, h_TD, lengths)
         x_TD = rms(h_TD, self.p[f"{layer}.ffn_norm"])
         routing = self.route(layer, x_TD, mb, sequences)
-        shared_TD = F.silu(x_TD @ self.p[f"{layer}.shared1"]) @ self.p[f"{layer}.shared2"]
-        return AttentionOutput(h_TD + shared_TD, x_TD, routing)
+        return AttentionOutput(h_TD, x_TD, routing)
+
+    def norm(self, layer: int, h_TD: Tensor) -> Tensor:
+        return rms(h_TD, self.p[f"{layer}.ffn_norm"])
+
+    def shared(self, layer: int, x_TD: Tensor) -> Tensor:
+        return F.silu(x_TD @ self.p[f"{layer}.shared1"]) @ self.p[f"{layer}.shared2"]
+
+    def attention_and_shared(self, layer: int, h_TD: Tensor, mb: int, sequences: range) -> AttentionOutput:
+        h_TD, x_TD, routing = self.attention(layer, h_TD, mb, sequences)
+        return AttentionOutput(h_TD + self.shared(layer, x_TD), x_TD, routing)
 
     def embed(self, mb: int, sequences: range) -> Tensor:
         return self.p["emb"][torch.cat([self.data.tokens[mb][q][:-1] for q in sequences] or [torch.zeros(0, dtype=torch.long)])]
@@ -168,7 +184,7 @@ def reference(case: Case, data: Data) -> tuple[float, dict[str, Tensor], dict[tu
         everything = range(case.sequences)
         h_TD = dense.embed(m, everything)
         for layer in range(case.layers):
-            res_TD, x_TD, r = dense.attention(layer, h_TD, m, everything)
+            res_TD, x_TD, r = dense.attention_and_shared(layer, h_TD, m, everything)
             y_TD = torch.zeros_like(x_TD)
             for e in range(case.shape.experts):
                 gate_T = ((r.expert_ids_TK == e) * r.gates_TK).sum(-1, keepdim=True)
@@ -224,14 +240,20 @@ def build_stages(case: Case, data: Data, where: Where, params: dict[str, Tensor]
     def sequences(mb: MicroBatch) -> range:
         return pl.sequences(where.group, where.index, len(mb.lengths), where.replica)
 
+    half = dense.attention if case.ride else dense.attention_and_shared
     attention = {
-        u // 2: (lambda h_TD, mb, layer=u // 2: dense.attention(layer, h_TD, mb.index, sequences(mb)))
+        u // 2: (lambda h_TD, mb, layer=u // 2: half(layer, h_TD, mb.index, sequences(mb)))
         for u in mine
         if u % 2 == 0 and u < 2 * case.layers
     }
     experts = {
         u // 2: LoopExperts(params, u // 2, pl.local_experts(u // 2, where.index), case.shape.top_k) for u in mine if u % 2
     }
+    if case.ride:
+        experts = {
+            layer: RideExperts(e, lambda h, layer=layer: dense.norm(layer, h), lambda x, layer=layer: dense.shared(layer, x))
+            for layer, e in experts.items()
+        }
     return Stages(
         attention=attention,
         experts=experts,

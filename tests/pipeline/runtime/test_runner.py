@@ -41,6 +41,17 @@ CASES = {
     "[2,1]A[1,2]F, ragged, empty sequences": Case((2, 1), (1, 2), lengths=((5, 0, 9, 3), (0, 0, 1, 6))),
     "[3,2]A[1,2]F, ranks without sequences": Case((3, 2), (1, 2), sequences=2),
     "2A2F, everything dropped": Case((2,), (2,), drop=2.0),
+    "2A2F, slots": Case((2,), (2,), options={"combine": "slots"}),
+    "[2,1]A[1,2]F, slots": Case((2, 1), (1, 2), options={"combine": "slots"}),
+    "2A2F, fixed sizes": Case((2,), (2,), options={"sizes": "fixed", "capacity": 12}),
+    "[2,2]A[1,2]F, fixed sizes": Case((2, 2), (1, 2), options={"sizes": "fixed", "capacity": 24}),
+    "2A2F, ride": Case((2,), (2,), options={"residual": "ride"}),
+    "[1,1]A[1,1]F, ride": Case((1, 1), (1, 1), options={"residual": "ride"}),
+    "[2,1]A[1,2]F, ride, idle source, ragged": Case(
+        (2, 1), (1, 2), idle=(2, 3), lengths=((5, 0, 9, 3), (2, 7, 4, 4)), options={"residual": "ride"}
+    ),
+    "[3,2]A[1,2]F, ride, ranks without sequences": Case((3, 2), (1, 2), sequences=2, options={"residual": "ride"}),
+    "two replicas of [1,1]A[1,2]F, ride": Case((1, 1), (1, 2), replicas=2, options={"residual": "ride"}),
     "1A3F, one rank owns no expert": Case((1,), (3,), owners=((0, 2, 0, 2, 0, 2),) * 3),
 }
 
@@ -48,9 +59,9 @@ CASES = {
 def run_case(ctx: Any, case: Case) -> dict[str, Any]:
     """One rank: a training step and a validation pass."""
     pl, data = case.placement, Data(case)
-    residual = pl.default_residual
+    residual = case.options.get("residual", pl.default_residual)
     transport = ctx.transport(pl.communicators(residual), record=True)
-    exchange = M2NExchange(pl, transport, dim=case.shape.dim, top_k=case.shape.top_k, dtype=torch.float64)
+    exchange = M2NExchange(pl, transport, dim=case.shape.dim, top_k=case.shape.top_k, dtype=torch.float64, **case.options)
     params = {k: v.clone().requires_grad_() for k, v in parameters(case).items()}
     runner = Runner(
         pl,

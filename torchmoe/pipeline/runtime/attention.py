@@ -22,7 +22,7 @@ class _Dispatched:
     """Attention unit of layer l: lives from its forward to its backward."""
 
     outputs: tuple[Tensor, ...]
-    """(res_TD, x_TD, gates_TK[, aux]): what one backward starts from."""
+    """(res_TD, x_TD, gates_TK[, aux]): what one backward starts from; without x_TD if rows carry h (residual='ride')."""
     input_TD: Tensor | None
     """Leaf at the unit's entry; None for layer 0, whose backward runs into the embedding."""
     expert_ids_TK: Tensor
@@ -50,6 +50,7 @@ class AttentionRole:
         self._stages, self._exchange = stages, exchange
         self._num_layers = exchange.placement.num_layers
         self._many = len(exchange.placement.attention) > 1
+        self._ride = exchange.residual == "ride"
         self._batch = Batch([], [], train=True)
         self._dispatched: dict[Key, _Dispatched] = {}
         self._combined: dict[Key, _Combined] = {}
@@ -95,8 +96,10 @@ class AttentionRole:
                 self._head[key] = loss, leaf
             return
         res_TD, x_TD, routing = self._stages.attention[key.layer](h_TD, mb)
-        route = self._exchange.route(key.layer, routing.expert_ids_TK)
-        outputs = [res_TD, x_TD, routing.gates_TK.to(self._exchange.gate_dtype)]
+        route = self._exchange.route(key.layer, routing.expert_ids_TK, batch.seqs[key.microbatch])
+        # riding rows carry h: the experts' input and the residual are one tensor with one gradient
+        carried = [res_TD] if self._ride else [res_TD, x_TD]
+        outputs = [*carried, routing.gates_TK.to(self._exchange.gate_dtype)]
         if routing.aux is not None:
             outputs.append(routing.aux)
             aux = routing.aux.detach()
@@ -109,9 +112,13 @@ class AttentionRole:
         """What the experts of the layer below returned plus the residual, as a leaf."""
         below = Key(key.layer - 1, key.microbatch)
         returned = self._combined[below]
-        residual = returned.res_TD if self._many else self._dispatched[below].outputs[0].detach()
-        assert returned.y_TD is not None and residual is not None
-        h_TD = returned.y_TD + residual
+        assert returned.y_TD is not None
+        if self._ride:
+            h_TD = returned.y_TD
+        else:
+            residual = returned.res_TD if self._many else self._dispatched[below].outputs[0].detach()
+            assert residual is not None
+            h_TD = returned.y_TD + residual
         returned.y_TD = returned.res_TD = None
         if self._batch.train:
             return h_TD.requires_grad_()
@@ -127,9 +134,9 @@ class AttentionRole:
             self._leave(key, leaf)
             return
         d = self._dispatched.pop(key)
-        grads: list[Tensor | None] = [d.dres_TD, d.dx_TD, d.dgates_TK]
-        if len(d.outputs) > 3:
-            grads.append(torch.ones_like(d.outputs[3]))
+        grads: list[Tensor | None] = [*([] if self._ride else [d.dres_TD]), d.dx_TD, d.dgates_TK]
+        if len(d.outputs) > len(grads):
+            grads.append(torch.ones_like(d.outputs[-1]))
         live = [(o, g) for o, g in zip(d.outputs, grads, strict=True) if o.requires_grad]
         # ONE backward for the residual, the experts' input, the gates and the balancing loss: two would visit the shared
         # graph twice
@@ -144,7 +151,7 @@ class AttentionRole:
         returned = self._combined[below]
         returned.dy_TD = grad
         returned.unsent = 2 if self._exchange.residual == "direct" else 1
-        if not self._many:
+        if not self._many and not self._ride:
             self._dispatched[below].dres_TD = grad
 
     # ---- messages
@@ -162,7 +169,10 @@ class AttentionRole:
         if edge == "counts":
             return ex.send_counts(key, d.route, seqs)
         if edge == "dispatch":
-            return ex.send_dispatch(key, d.route, d.outputs[1], d.outputs[2], d.expert_ids_TK)
+            x_TD, gates_TK = d.outputs[0 if self._ride else 1], d.outputs[1 if self._ride else 2]
+            if self._ride and self._many and not self._batch.train:
+                del self._dispatched[key]
+            return ex.send_dispatch(key, d.route, x_TD, gates_TK, d.expert_ids_TK)
         if edge == "ids":
             return ex.send_ids(key, d.expert_ids_TK, seqs)
         if edge == "residual":
@@ -191,7 +201,7 @@ class AttentionRole:
         elif edge == "residual":
             self._combined[key].res_TD = value
         elif edge == "ids":
-            self._combined[key] = _Combined(self._exchange.route(key.layer, value))
+            self._combined[key] = _Combined(self._exchange.route(key.layer, value, self._batch.seqs[key.microbatch]))
         elif edge == "d_dispatch":
             d = self._dispatched[key]
             d.dx_TD, d.dgates_TK = value

@@ -10,6 +10,7 @@ from torch import Tensor
 from torchmoe.comm.m2n import Key, M2NExchange, Pending
 from torchmoe.comm.route import ReceivedRoute
 from torchmoe.pipeline.action import Action, Op
+from torchmoe.pipeline.runtime.ride import RideExperts
 from torchmoe.pipeline.runtime.role import Batch, key_of, run_hook, unknown_edge, unknown_op
 from torchmoe.pipeline.runtime.stage import Stages, WeightWork
 
@@ -55,7 +56,11 @@ class ExpertRole:
         unit, stage = self._units[key], self._stages.experts[key.layer]
         if action.op is Op.FORWARD:
             assert unit.rows is not None
-            unit.y_RD, saved = stage.forward_saved(*unit.rows)
+            if isinstance(stage, RideExperts):
+                primary_R = self._exchange.primary(key, unit.received, unit.rows[1])
+                unit.y_RD, saved = stage.forward_saved(*unit.rows, primary_R)
+            else:
+                unit.y_RD, saved = stage.forward_saved(*unit.rows)
             unit.rows = None
             unit.saved = saved if self._train else None
         elif action.op is Op.BACKWARD_INPUT:

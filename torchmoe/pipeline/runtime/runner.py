@@ -19,6 +19,7 @@ from torchmoe.pipeline.runtime.attention import AttentionRole
 from torchmoe.pipeline.runtime.engine import Engine
 from torchmoe.pipeline.runtime.experts import ExpertRole
 from torchmoe.pipeline.runtime.recorder import Recorder
+from torchmoe.pipeline.runtime.ride import RideExperts
 from torchmoe.pipeline.runtime.role import Batch
 from torchmoe.pipeline.runtime.stage import MicroBatch, Stages
 from torchmoe.pipeline.trace import Event
@@ -140,12 +141,21 @@ class Runner:
                 have["head"] = self.stages.head is not None
             elif unit % 2:
                 have[f"experts[{layer}]"] = layer in self.stages.experts
+                self._check_ride(layer)
             else:
                 have[f"attention[{layer}]"] = layer in self.stages.attention
             missing = [name for name, there in have.items() if not there]
             if missing:
                 rank = self.exchange.transport.rank
                 raise ConfigError(f"rank {rank} in {self.where.group} has no stage {missing[0]}; add it to its Stages")
+
+    def _check_ride(self, layer: int) -> None:
+        stage, ride = self.stages.experts.get(layer), self.exchange.residual == "ride"
+        if stage is not None and isinstance(stage, RideExperts) != ride:
+            raise ConfigError(
+                f"experts[{layer}] is a {type(stage).__name__} but residual={self.exchange.residual!r}; "
+                "wrap expert stages in RideExperts with residual='ride', and only then"
+            )
 
     def _batch(
         self,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from torchmoe.pipeline.action import Op
 from torchmoe.router import Routing
+
+if TYPE_CHECKING:
+    from torchmoe.pipeline.runtime.ride import RideExperts
 
 __all__ = ["AttentionOutput", "AttentionStage", "Embedding", "ExpertStage", "HeadStage", "MicroBatch", "Stages", "WeightWork"]
 
@@ -82,11 +85,12 @@ class ExpertStage(Protocol):
 class Stages:
     """The parts of the model that live on this rank, by MoE layer.
 
-    ``hooks`` run UNSHARD, RESHARD and REDUCE_GRAD actions, called with the unit's number.
+    With residual='ride' the experts are :class:`~torchmoe.pipeline.runtime.ride.RideExperts`. ``hooks`` run UNSHARD, RESHARD
+    and REDUCE_GRAD actions, called with the unit's number.
     """
 
     attention: Mapping[int, AttentionStage] = field(default_factory=dict)
-    experts: Mapping[int, ExpertStage] = field(default_factory=dict)
+    experts: Mapping[int, ExpertStage | RideExperts] = field(default_factory=dict)
     embedding: Embedding | None = None
     head: HeadStage | None = None
     hooks: Mapping[Op, Callable[[int], None]] = field(default_factory=dict)
