@@ -1,6 +1,20 @@
-"""The public test kit: many ranks in one process or on gloo, a rendezvous transport that proves deadlocks."""
+"""The public test kit: many ranks in one process or on gloo, fault injectors, tolerances that print the ratio.
+
+:mod:`torchmoe.testing.strategies` (hypothesis) and :mod:`torchmoe.testing.oracle` are imported by name.
+"""
 
 from torchmoe.testing.ranks import RankContext, RankFailure, RanksFailed, run_ranks
 from torchmoe.testing.sim import Deadlock, SimHub, SimTransport
+from torchmoe.testing.tolerance import assert_close_rel, relative_error
 
-__all__ = ["Deadlock", "RankContext", "RankFailure", "RanksFailed", "SimHub", "SimTransport", "run_ranks"]
+__all__ = [
+    "Deadlock",
+    "RankContext",
+    "RankFailure",
+    "RanksFailed",
+    "SimHub",
+    "SimTransport",
+    "assert_close_rel",
+    "relative_error",
+    "run_ranks",
+]

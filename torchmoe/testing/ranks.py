@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import io
 import multiprocessing as mp
 import os
 import pickle
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -214,15 +216,19 @@ def _run_gloo(fn: Callable[..., Any], world: int, timeout: float, args: tuple[An
             "define fn at module level or use backend='sim'"
         ) from None
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torchmoe.testing.ranks", "torchmoe.comm.c10d"])
+    context.set_forkserver_preload(_preload(fn))  # heeded by the first call of this process, whose server then serves all
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     start = time.monotonic()
+    stacks = tempfile.TemporaryDirectory(prefix="torchmoe-ranks-")
     pipes: list[Connection] = []
     children: list[Any] = []
     for rank in range(world):
         here, there = context.Pipe()
         child = context.Process(
-            target=_child, args=(there, job, list(sys.path), rank, world, store.port, timeout), daemon=True, name=f"rank {rank}"
+            target=_child,
+            args=(there, job, list(sys.path), rank, world, store.port, timeout, os.path.join(stacks.name, str(rank))),
+            daemon=True,
+            name=f"rank {rank}",
         )
         child.start()
         there.close()
@@ -236,7 +242,7 @@ def _run_gloo(fn: Callable[..., Any], world: int, timeout: float, args: tuple[An
             results[rank] = _collect(pipe, children[rank], rank, time.monotonic() - start)
     for rank in open_.values():
         children[rank].kill()
-        results[rank] = RankFailure(rank, None, f"still running after {timeout:g} s; killed", "", timeout)
+        results[rank] = RankFailure(rank, None, f"still running after {timeout:g} s; killed", _read(stacks.name, rank), timeout)
     for pipe in pipes:
         pipe.close()  # ranks that returned wait for this: their last sends may still be on the way
     for child in children:
@@ -244,7 +250,16 @@ def _run_gloo(fn: Callable[..., Any], world: int, timeout: float, args: tuple[An
         if child.exitcode is None:
             child.kill()
             child.join(5.0)
+    stacks.cleanup()
     return results
+
+
+def _preload(fn: Callable[..., Any]) -> list[str]:
+    """Modules the fork server imports once, so that its children need not: what this process has that is slow to import."""
+    heavy = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "pytest", "hypothesis")
+    names = ["torch", "torch.distributed", __name__, "torchmoe.comm.c10d"]
+    names += [m for m in list(sys.modules) if m in heavy or m.startswith("torchmoe.")]
+    return names if fn.__module__ == "__main__" else [*names, fn.__module__]
 
 
 def _collect(pipe: Connection, child: Any, rank: int, seconds: float) -> Any:
@@ -260,11 +275,21 @@ def _collect(pipe: Connection, child: Any, rank: int, seconds: float) -> Any:
     return value if kind == "ok" else RankFailure(rank, value, text, trace, seconds)
 
 
-def _child(pipe: Connection, job: bytes, path: list[str], rank: int, world: int, port: int, timeout: float) -> None:
+def _read(folder: str, rank: int) -> str:
+    try:
+        with open(os.path.join(folder, str(rank))) as f:
+            return f.read()
+    except OSError:
+        return ""
+
+
+def _child(pipe: Connection, job: bytes, path: list[str], rank: int, world: int, port: int, timeout: float, stack: str) -> None:
     import torch
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    file = open(stack, "w")  # noqa: SIM115 (lives as long as the process)
+    faulthandler.dump_traceback_later(timeout * 0.7, file=file)  # what a rank that must be killed was doing
     torch.set_num_threads(1)  # a forked child that uses more hangs in its first matmul
     sys.path[:] = path
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
