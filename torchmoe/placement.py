@@ -261,15 +261,17 @@ class Placement:
     def communicator(self, kind: str, layer: int) -> str:
         """Name of the communicator of a message, the same on every replica.
 
-        One per kind; one per (source group, destination group) for the residual edges; own ones for what the fused head
-        sends back, because it answers earlier than its turn. With fewer, correct-looking schedules deadlock.
+        One per kind; one per (source group, destination group) for the residual edges, and for all payloads if the roles have
+        different numbers of groups (a group then sends one kind to several); own ones for what the fused head sends back,
+        because it answers earlier than its turn. With fewer, correct-looking schedules deadlock.
         """
         name = kind
-        if kind in ("residual", "d_residual"):
+        uneven = len(self.attention) != len(self.ffn)
+        if kind in ("residual", "d_residual") or (uneven and kind not in ("counts", "ids")):
             src, dst = self.edge(kind, layer)
             name = f"{kind}:{src}{dst}"
         if layer == self.num_layers - 1 and kind in ("d_combine", "d_residual"):
-            name = f"{kind}:head"
+            name += ":head"
         return name
 
     def communicators(self, residual: Residual) -> tuple[Communicator, ...]:

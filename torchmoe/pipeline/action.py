@@ -6,6 +6,9 @@ receive at unit 3, ``3WAIT_F0:dispatch`` waits for it. The unit named is the one
 
 Units: 2l is the attention of MoE layer l, 2l + 1 its experts, 2L the head (forward, loss and backward as one action ``F``
 followed by a ``B`` that only sends).
+
+Two more forms: torch's ``(0F3;7B1)OVERLAP_F_B``, two computations that overlap, and ``3F0:chunk.1``, a part of a computation
+(colocated schedules with chunked all-to-alls).
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import NamedTuple
 
 from torchmoe.errors import ScheduleError
 
-__all__ = ["BACKWARD", "COMPUTE", "Action", "Op", "Schedule"]
+__all__ = ["BACKWARD", "COMPUTE", "MESSAGE", "Action", "Op", "Schedule"]
 
 
 class Op(StrEnum):
@@ -37,24 +40,32 @@ class Op(StrEnum):
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
+    OVERLAP_F_B = "OVERLAP_F_B"
 
 
 COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
 BACKWARD = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
+MESSAGE = frozenset({Op.SEND_F, Op.RECV_F, Op.WAIT_F, Op.SEND_B, Op.RECV_B, Op.WAIT_B})
 _PATTERN = re.compile(
     r"(\d+)(F|B|I|W|SEND_F|RECV_F|WAIT_F|SEND_B|RECV_B|WAIT_B|UNSHARD|RESHARD|REDUCE_GRAD)(\d*)(?::([A-Za-z_][\w.>-]*))?"
 )
 
 
 class Action(NamedTuple):
-    """One step of a group: unit ``stage``, what, which micro-batch, and for messages which edge."""
+    """One step of a group: unit ``stage``, what, which micro-batch, and for messages which edge.
+
+    ``sub`` holds the two computations of an ``OVERLAP_F_B``; it is empty otherwise.
+    """
 
     stage: int
     op: Op
     microbatch: int | None = None
     edge: str | None = None
+    sub: tuple[Action, ...] = ()
 
     def __str__(self) -> str:
+        if self.sub:
+            return f"({';'.join(map(str, self.sub))}){self.op.value}"
         mb = "" if self.microbatch is None else str(self.microbatch)
         return f"{self.stage}{self.op.value}{mb}" + (f":{self.edge}" if self.edge else "")
 
@@ -65,7 +76,13 @@ class Action(NamedTuple):
         Raises:
             ScheduleError: the text is not an action.
         """
-        m = _PATTERN.fullmatch(text.strip())
+        text = text.strip()
+        if text.endswith(")" + Op.OVERLAP_F_B.value) and text.startswith("("):
+            sub = tuple(cls.parse(part) for part in text[1 : text.rindex(")")].split(";"))
+            if not all(a.is_compute for a in sub):
+                raise ScheduleError(f"{text!r} overlaps {', '.join(map(str, sub))}; only computations (F, B, I, W) can overlap")
+            return cls(sub[0].stage, Op.OVERLAP_F_B, None, None, sub)
+        m = _PATTERN.fullmatch(text)
         if m is None:
             raise ScheduleError(f"{text!r} is not an action; write e.g. 2F0, 3B1 or 2SEND_F0:dispatch")
         stage, op, mb, edge = m.groups()
@@ -74,6 +91,11 @@ class Action(NamedTuple):
     @property
     def is_compute(self) -> bool:
         return self.op in COMPUTE
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """The computations of an overlapped pair, or the action itself."""
+        return self.sub or (self,)
 
 
 @dataclass(frozen=True)
@@ -102,21 +124,27 @@ class Schedule:
 
     @classmethod
     def load(cls, text: str) -> Schedule:
-        """Read what :meth:`dump` wrote, or a CSV of torch.distributed.pipelining (one row a rank; empty cells are idle)."""
+        """Read what :meth:`dump` wrote, or a CSV of torch.distributed.pipelining (one row a rank; empty cells are idle).
+
+        Raises:
+            ScheduleError: a cell that is no action, a group named twice, or no action at all.
+        """
         lists: dict[str, tuple[Action, ...]] = {}
         for i, row in enumerate(line for line in text.splitlines() if line.strip()):
             cells: Sequence[str] = [c.strip() for c in row.split(",")]
             name = str(i)
             if cells[0].endswith("="):
                 name, cells = cells[0][:-1], cells[1:]
+            if name in lists:
+                raise ScheduleError(f"group {name} has two rows; give each group one row")
             lists[name] = tuple(Action.parse(c) for c in cells if c)
-        actions = [a for acts in lists.values() for a in acts]
+        actions = [part for acts in lists.values() for a in acts for part in a.parts]
         if not actions:
             raise ScheduleError("the schedule has no action; give one row of actions per group")
         n = 1 + max((a.microbatch for a in actions if a.microbatch is not None), default=-1)
         return cls(
             lists,
             n,
-            lowered=any(a.edge for a in actions),
+            lowered=any(a.op in MESSAGE for a in actions),
             forward_only=not any(a.op in BACKWARD for a in actions),
         )

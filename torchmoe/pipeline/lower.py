@@ -13,7 +13,7 @@ from torchmoe.errors import ConfigError, ScheduleError
 from torchmoe.pipeline.action import Action, Op, Schedule
 from torchmoe.placement import Placement, Residual
 
-__all__ = ["KINDS", "Kind", "lower", "message_layer"]
+__all__ = ["KINDS", "Kind", "Messages", "lower", "message_layer"]
 
 _RECV, _WAIT, _SEND = ("RECV", "WAIT", "SEND")
 
@@ -84,7 +84,7 @@ def lower(schedule: Schedule, placement: Placement, *, residual: Residual | None
         raise ConfigError(f"look_ahead={look_ahead} counts units and must be 0 or more; use 1 for the default")
     if schedule.lowered:
         raise ScheduleError("the schedule has messages already; pass the compute-only form")
-    messages = _Messages(placement, residual)
+    messages = Messages(placement, residual)
     lists = {}
     for name, actions in schedule.lists.items():
         _check_group(name, actions, placement)
@@ -101,7 +101,7 @@ def _check_group(name: str, actions: Iterable[Action], placement: Placement) -> 
             raise ScheduleError(f"{a} is in the list of {name}, but unit {a.stage} is {where}; give each group its own units")
 
 
-class _Messages:
+class Messages:
     """What each unit receives and sends, in order."""
 
     def __init__(self, placement: Placement, residual: Residual) -> None:
@@ -133,7 +133,7 @@ _SIZERS = ("counts", "ids")  # their content gives the size of the messages afte
 class _Receives:
     """The receives of one direction of one group, posted in the order of its units."""
 
-    def __init__(self, units: list[tuple[int, int]], messages: _Messages, forward: bool, look_ahead: int) -> None:
+    def __init__(self, units: list[tuple[int, int]], messages: Messages, forward: bool, look_ahead: int) -> None:
         self.messages, self.forward, self.look_ahead = messages, forward, look_ahead
         self.queue = [(s, m, kind) for s, m in units for kind in messages.received(s, forward)]
         self.index = {u: i for i, u in enumerate(units)}
@@ -174,7 +174,7 @@ class _Receives:
         return kind == "combine" and not self.messages.many and (s - 2, m) in ran
 
 
-def _lower_group(actions: tuple[Action, ...], messages: _Messages, look_ahead: int) -> list[Action]:
+def _lower_group(actions: tuple[Action, ...], messages: Messages, look_ahead: int) -> list[Action]:
     units = {fwd: [(a.stage, a.microbatch or 0) for a in actions if _direction(a) is fwd] for fwd in (True, False)}
     receives = {fwd: _Receives(units[fwd], messages, fwd, look_ahead) for fwd in (True, False)}
     out: list[Action] = []
@@ -211,7 +211,7 @@ def _direction(a: Action) -> bool | None:
     return None if a.op is Op.BACKWARD_WEIGHT else a.op is Op.FORWARD
 
 
-def _compute(a: Action, messages: _Messages) -> list[Action]:
+def _compute(a: Action, messages: Messages) -> list[Action]:
     """The computation and its sends; a whole backward of experts sends before it computes the weight gradients."""
     s, m = a.stage, a.microbatch
     if a.op is Op.FORWARD:
