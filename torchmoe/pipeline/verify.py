@@ -109,12 +109,12 @@ class _Template:
         return self.action._replace(microbatch=microbatch)
 
 
-_OPEN, _DONE, _GIVEN = 1, 2, 4  # a send may go, a receive is posted | it happened | its gradient exists by an input gradient
+_OPEN, _DONE, _GIVEN = 1, 2, 4  # a receive is posted | it happened | the gradient exists by an input gradient
 
 
 @dataclass(slots=True)
 class _Operation:
-    """A posted send or receive. It is active once all earlier ones of its queue are done (at once on a host communicator)."""
+    """A posted send or receive. It is active once all earlier ones of its queue are done (at once if its message is unordered)."""
 
     scan: _Scan
     template: _Template
@@ -150,8 +150,10 @@ class _Scan:
                     else:
                         self._message(t, m)
         for t in self.templates.values():
-            if t.action.op in SENDS and (m := t.state.find(_OPEN)) >= 0:
-                raise ScheduleError(f"{group}: {t.at(m)} is never sent; add the action")
+            for send in t.after:
+                for m in range(self.n):
+                    if t.state[m] & _DONE and not send.state[m]:
+                        raise ScheduleError(f"{group}: {send.at(m)} is never sent; add the action after {t.at(m)}")
             if t.action.op in _RECVS and (m := t.state.find(_OPEN)) >= 0:
                 raise ScheduleError(f"{group}: {t.at(m)} is received but never waited for; add the wait")
 
@@ -169,8 +171,9 @@ class _Scan:
             t = self.templates[key] = self._template(a._replace(edge=end.kind))
             return t
         t = self.templates[key] = _Template(a, bytearray(self.n), end=end)
-        if end is None:
+        if end is None or end.sending:
             t.before = [self._template(b) for b in self.wiring.before(a)]
+        if end is None:
             t.after = [self._template(b) for b in self.wiring.after(a)]
             other = {Op.BACKWARD: Op.BACKWARD_INPUT, Op.BACKWARD_INPUT: Op.BACKWARD}.get(a.op)
             t.partner = self._template(a._replace(op=other)) if other else None
@@ -183,8 +186,11 @@ class _Scan:
     def _message(self, t: _Template, m: int) -> None:
         op, state = t.action.op, t.state
         if op in SENDS:
-            if state[m] != _OPEN:
-                raise ScheduleError(f"{self.group}: {t.at(m)} comes twice or before its computation; send once, after computing")
+            for need in t.before:
+                if not need.state[m]:
+                    raise ScheduleError(f"{self.group}: {t.at(m)} comes before {need.at(m)}; send what is there")
+            if state[m]:
+                raise ScheduleError(f"{self.group}: {t.at(m)} comes twice; send once")
             state[m] = _DONE
         elif op in _RECVS:
             if state[m]:
@@ -208,8 +214,6 @@ class _Scan:
         t.state[m] = _DONE
         if a.op is Op.BACKWARD_INPUT and t.partner is not None:  # whoever needs the unit's gradient has it now
             t.partner.state[m] |= _GIVEN
-        for send in t.after:
-            send.state[m] = _OPEN
         if a.edge is None or self._counts(a):
             self._live += (a.op is Op.FORWARD) - (a.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT))
             self._held += (a.op is Op.BACKWARD_INPUT) - (a.op is Op.BACKWARD_WEIGHT)
@@ -259,7 +263,7 @@ class _Rendezvous:
                 if t.end is not None and t.action.op in _POSTS:
                     ends = (scan.group, t.end.peer) if t.end.sending else (t.end.peer, scan.group)
                     t.channel = self.channels.setdefault((t.end.communicator, *ends), (deque(), deque()))
-                    t.queue = None if t.end.host else self.queues.setdefault((scan.group, t.end.communicator), deque())
+                    t.queue = None if t.end.unordered else self.queues.setdefault((scan.group, t.end.communicator), deque())
 
     def run(self) -> None:
         while self.ready:

@@ -23,7 +23,8 @@ FORWARD_MESSAGES = frozenset({Op.SEND_F, Op.RECV_F, Op.WAIT_F})
 class End(NamedTuple):
     """One end of a message: what it is, where the other end is, and the communicator whose order it obeys.
 
-    ``layer`` tells apart messages of one kind and micro-batch. ``host`` messages (counts, ids) run outside the device's queues.
+    ``layer`` tells apart messages of one kind and micro-batch. ``unordered`` messages do not queue on their communicator: counts
+    and ids, which are in host memory, and the two halves of an all-to-all.
     """
 
     kind: str
@@ -31,7 +32,7 @@ class End(NamedTuple):
     sending: bool
     peer: str
     communicator: str
-    host: bool = False
+    unordered: bool = False
 
 
 class Wiring(Protocol):
@@ -52,10 +53,10 @@ class Wiring(Protocol):
         """Meaning of a SEND, RECV or WAIT. Raises ScheduleError if the unit has no such message."""
 
     def before(self, action: Action) -> tuple[Action, ...]:
-        """What a computation's group must have done by then: computations of its own, and WAITs."""
+        """What the group must have done before a computation or a SEND: computations of its own, and WAITs."""
 
     def after(self, action: Action) -> tuple[Action, ...]:
-        """The SENDs that only this computation makes possible."""
+        """The SENDs that this computation owes."""
 
     def pairs(self, end: End, group: str) -> int:
         """Messages between single ranks that one message between groups stands for, at most."""
@@ -125,6 +126,8 @@ class DisaggregatedWiring:
         s, m, forward = action.stage, action.microbatch, action.op is Op.FORWARD
         if action.op is Op.BACKWARD_WEIGHT:
             return (Action(s, Op.BACKWARD_INPUT, m),)
+        if action.op in SENDS:
+            return (Action(s, Op.FORWARD if action.op is Op.SEND_F else Op.BACKWARD, m),)
         wait = Op.WAIT_F if forward else Op.WAIT_B
         own = () if forward else (Action(s, Op.FORWARD, m),)
         return (*own, *(Action(s, wait, m, kind) for kind in self._messages.received(s, forward)))
@@ -214,6 +217,8 @@ class PipelineWiring:
         s, m = action.stage, action.microbatch
         if action.op is Op.BACKWARD_WEIGHT:
             return (Action(s, Op.BACKWARD_INPUT, m),)
+        if action.op in SENDS:
+            return (Action(s, Op.FORWARD if action.op is Op.SEND_F else Op.BACKWARD, m),)
         if action.op is Op.FORWARD:
             if s == 0:
                 return ()

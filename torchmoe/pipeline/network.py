@@ -1,0 +1,148 @@
+"""Links of the simulator: full-duplex NICs that share their rate max-min fairly among the messages under way."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+from torchmoe.errors import ConfigError
+
+__all__ = ["Links", "Network", "fair_rates"]
+
+_DONE = 1e-12  # relative rest of a message that counts as nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """What carries the messages.
+
+    Args:
+        bandwidth: payload bytes per second and direction of one rank's NIC; inf for free transfers.
+        latency: seconds from the last byte sent to the receiver's knowing it.
+        send_overhead: seconds of the issuing rank per message to one peer.
+        nics: NICs per group where it is not one per rank, e.g. ``{"A0": 8}``; the group's ranks share them.
+
+    Raises:
+        ConfigError: a negative, zero (bandwidth, NICs) or NaN value.
+    """
+
+    bandwidth: float = math.inf
+    latency: float = 0.0
+    send_overhead: float = 0.0
+    nics: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0:
+            raise ConfigError(f"bandwidth={self.bandwidth} must be positive bytes per second; use inf for free transfers")
+        for name in ("latency", "send_overhead"):
+            value = getattr(self, name)
+            if not (0 <= value < math.inf):
+                raise ConfigError(f"{name}={value} must be 0 or more seconds, and finite")
+        for group, n in self.nics.items():
+            if not (0 < n < math.inf):
+                raise ConfigError(f"nics[{group!r}]={n} must be positive; every group needs a link")
+
+
+def fair_rates(flows: Mapping[tuple[int, int], int], egress: list[float], ingress: list[float]) -> dict[tuple[int, int], float]:
+    """Max-min fair rate of ONE flow of each (source, destination) pair, by progressive filling.
+
+    Args:
+        flows: number of flows of each pair.
+        egress: bytes per second that each source can send.
+        ingress: bytes per second that each destination can receive.
+    """
+    left = {("out", s): egress[s] for s, _ in flows} | {("in", d): ingress[d] for _, d in flows}
+    users: dict[tuple[str, int], dict[tuple[int, int], int]] = {k: {} for k in left}
+    for pair, n in flows.items():
+        users["out", pair[0]][pair] = n
+        users["in", pair[1]][pair] = n
+    rates: dict[tuple[int, int], float] = {}
+    while users:
+        share = {k: left[k] / sum(u.values()) for k, u in users.items()}
+        tight = min(share, key=share.__getitem__)
+        rate = share[tight]
+        for pair, n in list(users[tight].items()):
+            rates[pair] = rate
+            for side in (("out", pair[0]), ("in", pair[1])):
+                left[side] = max(0.0, left[side] - rate * n)
+                if side in users:
+                    users[side].pop(pair)
+                    if not users[side]:
+                        del users[side]
+    return rates
+
+
+class _Channel:
+    """Messages between two ends on one communicator: first in, first out, one under way at a time."""
+
+    __slots__ = ("pair", "queue", "rest")
+
+    def __init__(self, pair: tuple[int, int]) -> None:
+        self.pair = pair
+        self.queue: deque[tuple[Hashable, float]] = deque()
+        self.rest = 0.0
+
+
+class Network:
+    """The transfers of a simulation. :meth:`next_end` says when the next one ends, :meth:`finish` takes those that end then."""
+
+    def __init__(self, egress: list[float], ingress: list[float]) -> None:
+        self.egress, self.ingress = egress, ingress
+        self._now = 0.0
+        self._next: float | None = math.inf
+        self._channels: dict[Hashable, _Channel] = {}
+        self._active: dict[_Channel, None] = {}
+        self._rates: dict[tuple[int, int], float] = {}
+        self._known: dict[frozenset[tuple[tuple[int, int], int]], dict[tuple[int, int], float]] = {}
+
+    def start(self, now: float, channel: Hashable, pair: tuple[int, int], message: Hashable, num_bytes: float) -> bool:
+        """Put a message on its channel. False: it is through already (nothing to carry, or a free link)."""
+        c = self._channels.get(channel)
+        if c is None:
+            c = self._channels[channel] = _Channel(pair)
+        if not c.queue and (num_bytes == 0 or min(self.egress[pair[0]], self.ingress[pair[1]]) == math.inf):
+            return False
+        c.queue.append((message, num_bytes))
+        if len(c.queue) == 1:
+            self._sync(now)
+            c.rest = num_bytes
+            self._active[c] = None
+            self._share()
+        return True
+
+    def next_end(self) -> float:
+        """When the next transfer ends; inf without any."""
+        if self._next is None:
+            self._next = min((self._now + c.rest / self._rates[c.pair] for c in self._active), default=math.inf)
+        return self._next
+
+    def finish(self, now: float) -> list[Hashable]:
+        """The messages whose last byte has left by ``now``, which is not past :meth:`next_end`."""
+        self._sync(now)
+        ended: list[Hashable] = []
+        for c in list(self._active):
+            if c.rest <= max(_DONE * c.queue[0][1], self._rates[c.pair] * 1e-15 * now):
+                ended.append(c.queue.popleft()[0])
+                if c.queue:
+                    c.rest = c.queue[0][1]
+                else:
+                    del self._active[c]
+        self._share()
+        return ended
+
+    def _sync(self, now: float) -> None:
+        dt = now - self._now
+        self._now = now
+        if dt > 0:
+            for c in self._active:
+                c.rest -= self._rates[c.pair] * dt
+
+    def _share(self) -> None:
+        flows = Counter(c.pair for c in self._active)
+        key = frozenset(flows.items())
+        rates = self._known.get(key)
+        if rates is None:  # the same sets of transfers come again and again
+            rates = self._known[key] = fair_rates(flows, self.egress, self.ingress)
+        self._rates, self._next = rates, None
