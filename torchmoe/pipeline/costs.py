@@ -88,7 +88,9 @@ class Costs:
         if self.microbatch is None or microbatch is None:
             return 1.0
         if microbatch >= len(self.microbatch):
-            raise ConfigError(f"microbatch has {len(self.microbatch)} factors, the schedule has a micro-batch {microbatch}; give one each")
+            raise ConfigError(
+                f"microbatch has {len(self.microbatch)} factors, the schedule has a micro-batch {microbatch}; give one each"
+            )
         return self.microbatch[microbatch]
 
 

@@ -78,6 +78,7 @@ def simulate(
     residual: Residual | None = None,
     links: Links | None = None,
     per_rank: bool = False,
+    issue: Literal["inline", "ahead"] = "inline",
     contention: float | None = None,
     memory_limit: float | None = None,
     record: bool = True,
@@ -91,8 +92,10 @@ def simulate(
         residual: with a placement, how the residual travels.
         links: default free and instant.
         per_rank: one actor per rank (for ``costs.ranks``); practical up to about 64 ranks.
-        contention: None computes one thing at a time. A factor gives every actor a forward and a backward stream, each that
-            much slower while both compute: 1 is free overlap, 2 gains nothing.
+        issue: "inline": the issuing thread computes itself (CPU), so a receive is posted when the computations before it are
+            done. "ahead": computations queue on a device and only waits for counts and ids stop the issuing thread (CUDA).
+        contention: None computes one thing at a time. A factor gives every actor a forward and a backward stream (with
+            issue="ahead"), each that much slower while both compute: 1 is free overlap, 2 gains nothing.
         memory_limit: bytes per rank; a schedule whose live units need more is refused.
         record: keep events.
 
@@ -104,9 +107,11 @@ def simulate(
     lowered = explicit_waits(schedule, wiring) if schedule.lowered else wiring.lower(schedule)
     if contention is not None and not 1 <= contention <= 2:
         raise ConfigError(f"contention={contention} must be from 1 (free overlap) to 2 (no gain)")
+    if issue not in ("inline", "ahead") or (contention is not None and issue != "ahead"):
+        raise ConfigError(f"issue={issue!r} must be 'inline' or 'ahead', and two streams (contention=) need 'ahead'")
     if costs.ranks and not per_rank:
         raise ConfigError(f"ranks={dict(costs.ranks)} differ inside a group; simulate with per_rank=True")
-    run = _Run(lowered, costs, wiring, links or Links(), per_rank, contention, record)
+    run = _Run(lowered, costs, wiring, links or Links(), per_rank, issue, contention, record)
     if memory_limit is not None:
         run.check_memory(memory_limit)
     return run.go()
@@ -115,7 +120,7 @@ def simulate(
 class _Step:
     """A template: all actions that differ in the micro-batch only."""
 
-    __slots__ = ("action", "end", "kind", "other", "peers", "stream", "text")
+    __slots__ = ("action", "end", "kind", "stops_host", "stream")
 
     def __init__(self, action: Action, end: End | None) -> None:
         self.action, self.end = action, end
@@ -124,18 +129,17 @@ class _Step:
             "compute" if end is None else "send" if op in SENDS else "recv" if op in _RECVS else "wait"
         )
         self.stream = 0 if op in _FORWARD else 1
-        self.other: Action | None = None  # a wait's receive
-        self.peers: list[tuple[int, float]] = []
+        sizer = end is not None and end.kind in ("counts", "ids")
+        self.stops_host = self.kind == "recv" or (self.kind == "wait" and sizer)  # done by the issuing thread itself
 
 
 class _Thread:
     """Something that runs steps in order: the whole actor, or its issuing thread and its two streams."""
 
-    __slots__ = ("actor", "blocked_since", "index", "name", "position", "steps")
+    __slots__ = ("actor", "blocked_since", "name", "position", "steps")
 
-    def __init__(self, actor: _Actor, index: int, name: str, steps: list[tuple[_Step, int, Action]] | None) -> None:
-        self.actor, self.index, self.name = actor, index, name
-        self.steps: list[tuple[_Step, int, Action]] = [] if steps is None else steps
+    def __init__(self, actor: _Actor, name: str, steps: list[tuple[_Step, int, Action]]) -> None:
+        self.actor, self.name, self.steps = actor, name, steps
         self.position = 0
         self.blocked_since: float | None = None
 
@@ -174,10 +178,18 @@ class _Actor:
 
 class _Run:
     def __init__(
-        self, schedule: Schedule, costs: Costs, wiring: Wiring, links: Links, per_rank: bool, contention: float | None, record: bool
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        wiring: Wiring,
+        links: Links,
+        per_rank: bool,
+        issue: str,
+        contention: float | None,
+        record: bool,
     ) -> None:
         self.schedule, self.costs, self.wiring, self.links = schedule, costs, wiring, links
-        self.per_rank, self.contention, self.record = per_rank, contention, record
+        self.per_rank, self.issue, self.contention, self.record = per_rank, issue, contention, record
         self.now = 0.0
         self.events: list[Event] = []
         self.timers: list[tuple[float, int, str, object]] = []
@@ -221,14 +233,11 @@ class _Run:
                     templates[key] = step
             steps.append((step, a.microbatch or 0, a))
         for actor in self.members[group]:
-            if self.contention is None:
-                actor.threads = [_Thread(actor, 0, "compute", steps)]
-            else:
-                actor.threads = [
-                    _Thread(actor, 0, "issue", steps),
-                    _Thread(actor, 1, "compute", None),
-                    _Thread(actor, 2, "backward", None),
-                ]
+            actor.threads = [_Thread(actor, "compute", steps if self.issue == "inline" else [])]
+            if self.issue == "ahead":
+                actor.threads.insert(0, _Thread(actor, "issue", steps))
+            if self.contention is not None:
+                actor.threads.append(_Thread(actor, "backward", []))
 
     def _ends(self, actor: _Actor, end: End) -> list[tuple[_Actor, float]]:
         """The actors at the other end, with their part of the group's message that is this actor's."""
@@ -314,10 +323,10 @@ class _Run:
         issuing = thread.name == "issue"
         while thread.position < len(thread.steps):
             step, m, action = thread.steps[thread.position]
-            if issuing and not (step.kind == "recv" or (step.kind == "wait" and step.end is not None and step.end.kind in ("counts", "ids"))):
-                stream = actor.threads[1 + step.stream]
+            if issuing and not step.stops_host:
+                stream = actor.threads[min(1 + step.stream, len(actor.threads) - 1)]
                 stream.steps.append((step, m, action))
-                if stream.position == len(stream.steps) - 1 and stream not in actor.running:
+                if stream.position == len(stream.steps) - 1:
                     self.ready.append(stream)
                 thread.position += 1
                 continue
@@ -342,7 +351,7 @@ class _Run:
 
     def _sleeps(self, thread: _Thread, action: Action) -> bool:
         """With two streams a computation may need one of the other stream."""
-        if len(thread.actor.threads) == 1 or action.op is Op.FORWARD or action.sub:
+        if self.contention is None or action.op is Op.FORWARD or action.sub:
             return False
         need = (action.stage, Op.BACKWARD_INPUT if action.op is Op.BACKWARD_WEIGHT else Op.FORWARD, action.microbatch or 0)
         if need in thread.actor.computed:
@@ -435,15 +444,20 @@ class _Run:
                 message.posted = self.now
             message.num_bytes = size * part
             actor.hold(message.num_bytes)
-            if message.sent is not None and message.posted is not None and not self.network.start(
-                self.now, (end.communicator, *pair), pair, name, message.num_bytes
+            if (
+                message.sent is not None
+                and message.posted is not None
+                and not self.network.start(self.now, (end.communicator, *pair), pair, name, message.num_bytes)
             ):
                 self._left(name)
         return self.links.send_overhead * len(ends) if sending else 0.0
 
     def _left(self, name: tuple[str, int, int, int, int]) -> None:
-        if self.links.latency:
-            self._timer(self.links.latency, "_arrived", name)
+        latency = self.links.latency
+        if self.links.host_latency is not None and name[0] in ("counts", "ids"):
+            latency = self.links.host_latency
+        if latency:
+            self._timer(latency, "_arrived", name)
         else:
             self._arrived(name)
 

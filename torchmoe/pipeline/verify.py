@@ -67,7 +67,8 @@ def verify(
     wiring = default_wiring(schedule, where, residual=residual)
     if set(schedule.lists) != set(wiring.groups):
         raise ScheduleError(
-            f"the schedule has lists for {', '.join(schedule.lists)}, the layout has {', '.join(wiring.groups)}; give one list per group"
+            f"the schedule has lists for {', '.join(schedule.lists)}, the layout has {', '.join(wiring.groups)}; "
+            "give one list per group"
         )
     lowered = explicit_waits(schedule, wiring) if schedule.lowered else wiring.lower(schedule)
     scans = {g: _Scan(g, acts, wiring, lowered.num_microbatches) for g, acts in lowered.lists.items()}
@@ -75,7 +76,8 @@ def verify(
     for g, scan in scans.items():
         if max_live is not None and scan.peak_live > max_live:
             raise ScheduleError(
-                f"{g} has {scan.peak_live} live units, memory allows {max_live}; use a shorter cycle, more groups or recomputation"
+                f"{g} has {scan.peak_live} live units, memory allows {max_live}; "
+                "use a shorter cycle, more groups or recomputation"
             )
     _Rendezvous(scans).run()
     messages: Counter[str] = Counter()
@@ -114,7 +116,7 @@ _OPEN, _DONE, _GIVEN = 1, 2, 4  # a receive is posted | it happened | the gradie
 
 @dataclass(slots=True)
 class _Operation:
-    """A posted send or receive. It is active once all earlier ones of its queue are done (at once if its message is unordered)."""
+    """A posted send or receive. It is active once all earlier ones of its queue are done, or at once if unordered."""
 
     scan: _Scan
     template: _Template
@@ -132,6 +134,7 @@ class _Scan:
     def __init__(self, group: str, actions: tuple[Action, ...], wiring: Wiring, num_microbatches: int) -> None:
         self.group, self.wiring, self.n = group, wiring, num_microbatches
         self.templates: dict[tuple[int, Op, str | None], _Template] = {}
+        self._unnamed: dict[tuple[int, Op, str | None], _Template] = {}  # messages of torch's tables, which leave the edge out
         self.steps: list[tuple[_Template, int]] = []
         self.peak_live = self.peak_held = 0
         self.position = 0  # of the rendezvous run
@@ -144,7 +147,7 @@ class _Scan:
                     m = part.microbatch
                     if m is None or m >= self.n:
                         raise ScheduleError(f"{group}: {part} names no micro-batch below {self.n}; write e.g. 2F0")
-                    t = self.templates.get((part.stage, part.op, part.edge)) or self._template(part)
+                    t = self._find(part)
                     if part.op in COMPUTE:
                         self._compute(part, t, m)
                     else:
@@ -157,6 +160,10 @@ class _Scan:
             if t.action.op in _RECVS and (m := t.state.find(_OPEN)) >= 0:
                 raise ScheduleError(f"{group}: {t.at(m)} is received but never waited for; add the wait")
 
+    def _find(self, a: Action) -> _Template:
+        key = (a.stage, a.op, a.edge)
+        return self.templates.get(key) or self._unnamed.get(key) or self._template(a)
+
     def _template(self, a: Action) -> _Template:
         """The template of an action, made together with those around it."""
         a = a._replace(microbatch=None)
@@ -167,8 +174,8 @@ class _Scan:
         if key in self.templates:
             return self.templates[key]
         end = self.wiring.end(a) if a.op in MESSAGE else None
-        if end is not None and a.edge is None:  # torch's tables leave the edge out
-            t = self.templates[key] = self._template(a._replace(edge=end.kind))
+        if end is not None and a.edge is None:
+            t = self._unnamed[key] = self._template(a._replace(edge=end.kind))
             return t
         t = self.templates[key] = _Template(a, bytearray(self.n), end=end)
         if end is None or end.sending:

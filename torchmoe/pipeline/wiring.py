@@ -166,7 +166,7 @@ class PipelineWiring:
 
     def __init__(self, homes: Sequence[str], sizes: Mapping[str, int] | None = None) -> None:
         self.homes = tuple(homes)
-        self._sizes = {g: 1 for g in sorted(set(homes), key=self.homes.index)} | dict(sizes or {})
+        self._sizes = dict.fromkeys(sorted(set(homes), key=self.homes.index), 1) | dict(sizes or {})
 
     @classmethod
     def of(cls, schedule: Schedule) -> PipelineWiring:

@@ -1,14 +1,17 @@
 """AF-Pipe (DisagMoE, section 4.2): forward goes A -> F -> next A, gradients come back, both pools stay busy.
 
-The order is an interleaved 1F1B over the chain of groups ``A0 F0 A1 F1 ...``: a group issues ``cycle`` micro-batches of its first
-unit, then of its next one, and so on; after a warm-up it alternates one forward and one backward. A cycle of 2p micro-batches
-fills the chain; 4p also covers the M2N and N2M transfers between two stages, which are stages of their own in the paper.
+A group issues ``cycle`` micro-batches of its first unit, then of its next one, and so on; after a warm-up it alternates one
+forward and one backward. A cycle of 2p micro-batches fills the chain ``A0 F0 A1 F1 ...``; 4p also covers the M2N and N2M
+transfers between two stages, which are stages of their own in the paper. The orders of forwards and of backwards of a group are
+fixed by that (so every edge is first in, first out); how they are merged is chosen among interleaved 1F1B and runs with modelled
+times.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from torchmoe.errors import ConfigError, ScheduleError
@@ -17,7 +20,9 @@ from torchmoe.placement import GroupId, Placement
 
 __all__ = ["afpipe", "cycles", "default_cycle", "live_units"]
 
-_Unit = tuple[Op, int, int]  # F or B, unit, micro-batch
+_Unit = tuple[Op, int, int]  # what, unit, micro-batch
+_Orders = dict[str, list[_Unit]]
+_TRANSFERS = (0.0, 0.5, 1.0)  # candidates are built for these transfer times
 
 
 def default_cycle(placement: Placement) -> int:
@@ -38,7 +43,8 @@ def afpipe(
     *,
     cycle: int | None = None,
     max_live: int | None = None,
-    weight_delay: int = 0,
+    weights_held: int = 0,
+    transfer: float = 0.5,
     forward_only: bool = False,
 ) -> Schedule:
     """The compute order of every group (``A0``, ``F0``, ...) for one step; :func:`torchmoe.pipeline.lower.lower` adds messages.
@@ -47,14 +53,15 @@ def afpipe(
         placement: groups and layers; p need not divide L, and the two roles may have different numbers of groups.
         num_microbatches: micro-batches of one step, any number from 1 (cycles are made equal up to one).
         cycle: micro-batches a group issues per unit before its next unit; from 2p, default 4p.
-        max_live: at most so many live units (one micro-batch on one unit) on any group; default: what the order needs,
-            2(2p-r-1)+(v-1)G+1 on group r of the chain.
-        weight_delay: 0 keeps an expert unit's backward whole (``B``). k > 0 splits it into ``I`` and ``W``, and puts each ``W``
-            k backward units later, where it fills a bubble; up to k units' rows and gradients are held meanwhile.
+        max_live: at most so many live units (one micro-batch on one unit) on any group; default: what hides the round trip,
+            2(2p-r-1) + (v-1)G + 1 on group r of the chain with v = ceil((2L+1) / 2p).
+        weights_held: 0 keeps an expert unit's backward whole (``B``). k > 0 splits it into ``I`` and ``W``, and runs each ``W``
+            where the group would wait, at the latest when k units hold one.
+        transfer: time of one transfer in units of a forward, for which the order is chosen.
         forward_only: forwards only, for validation.
 
     Raises:
-        ConfigError: a cycle below 2p, fewer live units than a cycle needs, a negative delay, no micro-batch.
+        ConfigError: a cycle below 2p, fewer live units than a cycle needs, a negative number, no micro-batch.
     """
     p = max(len(placement.attention), len(placement.ffn))
     cycle = default_cycle(placement) if cycle is None else cycle
@@ -65,26 +72,23 @@ def afpipe(
             f"cycle={cycle} with {p} groups per role: below 2p = {2 * p} a backward waits for a forward behind it; "
             f"use {2 * p} or more"
         )
-    if weight_delay < 0:
-        raise ConfigError(f"weight_delay={weight_delay} counts backward units and must be 0 or more; use 0 for whole backwards")
+    if weights_held < 0:
+        raise ConfigError(f"weights_held={weights_held} counts units and must be 0 or more; use 0 for whole backwards")
+    if not 0 <= transfer < math.inf:
+        raise ConfigError(f"transfer={transfer} must be 0 or more forwards, and finite")
     lengths = cycles(num_microbatches, cycle)
     groups = {str(g): _Group(g, placement, lengths) for g in placement.groups()}
-    if max_live is not None:
-        for g in groups.values():
-            if max_live < g.least_live:
-                raise ConfigError(
-                    f"max_live={max_live}: {g.id} needs {g.least_live} live units for its first backward "
-                    f"({len(g.units)} units, cycles of {max(lengths)}); allow that many, use a shorter cycle or more groups"
-                )
     if forward_only:
         lists = {name: tuple(Action(s, Op.FORWARD, m) for s, m in g.forward) for name, g in groups.items()}
         return Schedule(lists, num_microbatches, forward_only=True)
-    if len(placement.attention) == len(placement.ffn) and max_live is None:
-        orders = {name: _chain_order(g, p, placement.num_layers, lengths) for name, g in groups.items()}
-    else:
-        orders = _greedy_orders(groups, 2 * placement.num_layers, max_live)
+    bound = {name: _bound(g, placement, max(lengths), max_live) for name, g in groups.items()}
     head = 2 * placement.num_layers
-    return Schedule({name: _finish(order, head, weight_delay) for name, order in orders.items()}, num_microbatches)
+    candidates = [_run(groups, head, bound, t, weights_held) for t in _TRANSFERS]
+    if len(placement.attention) == len(placement.ffn) and max_live is None and not weights_held:
+        candidates.append({name: _chain_order(g, p, placement.num_layers, lengths) for name, g in groups.items()})
+    best = min(candidates, key=lambda orders: (round(_length(orders, head, transfer), 9), sum(_peaks(orders).values())))
+    lists = {name: tuple(Action(s, op, m) for op, s, m in order) for name, order in best.items()}
+    return Schedule(lists, num_microbatches)
 
 
 class _Group:
@@ -106,103 +110,165 @@ class _Group:
         return len(self.units) * self.longest if self.waits_for_cycle else (len(self.units) - 1) * self.longest + 1
 
 
+def _bound(group: _Group, placement: Placement, longest: int, max_live: int | None) -> int:
+    """Live units that a group may have. Below its least need there would be no order, so that is refused."""
+    if max_live is not None and max_live < group.least_live:
+        raise ConfigError(
+            f"max_live={max_live}: {group.id} needs {group.least_live} live units for its first backward "
+            f"({len(group.units)} units, cycles of {longest}); allow that many, use a shorter cycle or more groups"
+        )
+    pa, pf, head = len(placement.attention), len(placement.ffn), 2 * placement.num_layers
+    if pa == pf:
+        r = 2 * group.id.index + (group.id.role == "ffn")
+        enough = 2 * (2 * pa - r - 1) + (-(-(head + 1) // (2 * pa)) - 1) * longest + 1
+    else:  # the same round trip: two slots per unit between the group's last one and the head
+        enough = group.least_live + 2 * (head - group.units[-1])
+    return min(max(enough, group.least_live), max_live or enough + group.least_live)
+
+
 def _chain_order(group: _Group, p: int, num_layers: int, lengths: Sequence[int]) -> list[_Unit]:
     """Interleaved 1F1B of group r of the chain of 2p: warm-up of 2(2p-r-1) + (v-1)G forwards, then pairs, then backwards.
 
     v is padded to the longest chain and units past the head are left out, so that all groups count alike.
     """
-    width, num_units = 2 * p, 2 * num_layers + 1
+    width, head = 2 * p, 2 * num_layers
     r = 2 * group.id.index + (group.id.role == "ffn")
-    v = -(-num_units // width)
+    v = -(-(head + 1) // width)
     starts = [0, *accumulate(lengths)]
     forward = [(c, m) for a, n in zip(starts, lengths, strict=False) for c in range(v) for m in range(a, a + n)]
     backward = [(v - 1 - c, m) for c, m in forward]
     warm = min(2 * (width - r - 1) + (v - 1) * max(lengths), len(forward))
-    order: list[tuple[Op, int, int]] = [(Op.FORWARD, c, m) for c, m in forward[:warm]]
+    order: list[_Unit] = [(Op.FORWARD, c, m) for c, m in forward[:warm]]
     for i in range(len(forward) - warm):
         order += [(Op.FORWARD, *forward[warm + i]), (Op.BACKWARD, *backward[i])]
     order += [(Op.BACKWARD, *u) for u in backward[len(forward) - warm :]]
-    return [(op, c * width + r, m) for op, c, m in order if c * width + r < num_units]
+    units = [(op, c * width + r, m) for op, c, m in order if c * width + r <= head]
+    # The head's backward directly after its forward, else many micro-batches of logits would live at once.
+    return [x for u in units if u[:2] != (Op.BACKWARD, head) for x in ((u, (Op.BACKWARD, *u[1:])) if u[1] == head else (u,))]
 
 
-def _greedy_orders(groups: dict[str, _Group], head: int, max_live: int | None) -> dict[str, list[_Unit]]:
-    """Orders from a run with equal unit times: the next backward if it has arrived, else the next forward below the bound.
+_SECONDS = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0, Op.BACKWARD_INPUT: 1.0, Op.BACKWARD_WEIGHT: 1.0}
 
-    The fixed orders of :class:`_Group` make every run end: the first unit still missing in a group's order never waits for a
-    later one, as long as the bound is at least ``least_live``.
+
+def _run(groups: Mapping[str, _Group], head: int, bound: Mapping[str, int], transfer: float, weights_held: int) -> _Orders:
+    """Orders from a run in model time: backward twice a forward, transfers of ``transfer``, the head free.
+
+    A group that may choose alternates; it never exceeds its bound. Every run ends: the first unit still missing in a group's
+    fixed order never waits for a later one, as long as the bound is at least ``least_live``.
     """
-    # As in the chain: a round trip from the group's last unit to the head and back takes two slots per unit on the way.
-    bound = {n: min(g.least_live + 2 * (head - g.units[-1]), max_live or len(g.forward)) for n, g in groups.items()}
     done: set[_Unit] = set()
-    orders: dict[str, list[_Unit]] = {n: [] for n in groups}
-    at = {n: [0, 0] for n in groups}  # next forward, next backward
-    busy: set[str] = set()
-    ends: list[tuple[int, int, str, _Unit]] = []
-    now = count = 0
-
-    def start(name: str) -> None:
-        g, (f, b) = groups[name], at[name]
-        if b < len(g.backward):
-            s, m = g.backward[b]
-            if (Op.FORWARD, s, m) in done and (s == head or (Op.BACKWARD, s + 1, m) in done):
-                at[name][1] += 1
-                return push(name, (Op.BACKWARD, s, m))
-        if f < len(g.forward) and f - b < bound[name]:
-            s, m = g.forward[f]
-            if s == 0 or (Op.FORWARD, s - 1, m) in done:
-                at[name][0] += 1
-                return push(name, (Op.FORWARD, s, m))
-        return None
-
-    def push(name: str, unit: _Unit) -> None:
-        nonlocal count
-        busy.add(name)
-        orders[name].append(unit)
-        count += 1
-        heapq.heappush(ends, (now + 1, count, name, unit))
-
-    for name in groups:
-        start(name)
-    while ends:
-        now = ends[0][0]
-        while ends and ends[0][0] == now:
-            _, _, name, unit = heapq.heappop(ends)
-            busy.discard(name)
+    here: set[_Unit] = set()  # results that have reached the next unit's group
+    states = {name: _State(g, bound[name], weights_held) for name, g in groups.items()}
+    events: list[tuple[float, int, str, _Unit]] = []
+    now, count = 0.0, 0
+    while True:
+        for name, state in states.items():
+            if not state.busy and (unit := state.choose(done, here, head)) is not None:
+                count += 1
+                seconds = 0.0 if unit[1] == head else _SECONDS[unit[0]]
+                heapq.heappush(events, (now + seconds, count, name, unit))
+        if not events:
+            break
+        now = events[0][0]
+        while events and events[0][0] == now:
+            _, _, name, unit = heapq.heappop(events)
+            if name == "":
+                here.add(unit)
+                continue
+            states[name].busy = False
             done.add(unit)
-        for name in groups:
-            if name not in busy:
-                start(name)
-    if len(done) < 2 * sum(len(g.forward) for g in groups.values()):
-        stuck = {n: len(o) for n, o in orders.items() if len(o) < 2 * len(groups[n].forward)}
-        raise ScheduleError(f"no order found for {stuck} within max_live={max_live}; allow more live units")
-    return orders
+            if unit[0] is not Op.BACKWARD_WEIGHT:
+                count += 1
+                arrived = (Op.BACKWARD, *unit[1:]) if unit[0] is Op.BACKWARD_INPUT else unit
+                heapq.heappush(events, (now + transfer, count, "", arrived))
+    stuck = [name for name, s in states.items() if s.f < len(s.group.forward) or s.b < len(s.group.backward)]
+    if stuck:
+        raise ScheduleError(f"no order found for {', '.join(stuck)} within {dict(bound)} live units; allow more live units")
+    return {name: s.order for name, s in states.items()}
 
 
-def _finish(order: list[_Unit], head: int, weight_delay: int) -> tuple[Action, ...]:
-    """The head's backward directly after its forward (else many micro-batches of logits live at once); weight gradients late."""
-    out: list[Action] = []
-    late: list[Action] = []
-    for op, s, m in order:
-        if s == head:
-            if op is Op.FORWARD:
-                out += [Action(s, Op.FORWARD, m), Action(s, Op.BACKWARD, m)]
-        elif op is Op.BACKWARD and s % 2 and weight_delay:
-            out.append(Action(s, Op.BACKWARD_INPUT, m))
-            late.append(Action(s, Op.BACKWARD_WEIGHT, m))
-            if len(late) > weight_delay:
-                out.append(late.pop(0))
+class _State:
+    """One group in the middle of a run."""
+
+    def __init__(self, group: _Group, bound: int, weights_held: int) -> None:
+        self.group, self.bound = group, bound
+        self.limit = weights_held if group.id.role == "ffn" else 0
+        self.f = self.b = 0  # next forward, next backward
+        self.late: list[tuple[int, int]] = []  # weight gradients to come
+        self.order: list[_Unit] = []
+        self.busy = False
+
+    def choose(self, done: set[_Unit], here: set[_Unit], head: int) -> _Unit | None:
+        """The next unit to run, taken; None to wait."""
+        g = self.group
+        forward = backward = None
+        if self.b < len(g.backward):
+            s, m = g.backward[self.b]
+            if (Op.FORWARD, s, m) in done and (s == head or (Op.BACKWARD, s + 1, m) in here):
+                backward = (s, m)
+        if self.f < len(g.forward) and self.f - self.b + len(self.late) < self.bound:
+            s, m = g.forward[self.f]
+            if s == 0 or (Op.FORWARD, s - 1, m) in here:
+                forward = (s, m)
+        if backward is not None and backward[0] == head:
+            return self._take(Op.BACKWARD, backward)
+        if self.late and (len(self.late) >= self.limit or (forward is None and backward is None)):
+            self.order.append(unit := (Op.BACKWARD_WEIGHT, *self.late.pop(0)))
+            self.busy = True
+            return unit
+        after_backward = bool(self.order) and self.order[-1][0] is not Op.FORWARD
+        if forward is not None and (backward is None or after_backward or forward[0] == head):
+            return self._take(Op.FORWARD, forward)
+        return None if backward is None else self._take(Op.BACKWARD_INPUT if self.limit else Op.BACKWARD, backward)
+
+    def _take(self, op: Op, unit: tuple[int, int]) -> _Unit:
+        if op is Op.FORWARD:
+            self.f += 1
         else:
-            out.append(Action(s, op, m))
-    return tuple(out + late)
+            self.b += 1
+        if op is Op.BACKWARD_INPUT:
+            self.late.append(unit)
+        self.order.append((op, *unit))
+        self.busy = True
+        return (op, *unit)
+
+
+def _length(orders: _Orders, head: int, transfer: float) -> float:
+    """Makespan of finished orders in the same model time."""
+    ends: dict[_Unit, float] = {}
+    at = dict.fromkeys(orders, 0)
+    clock = dict.fromkeys(orders, 0.0)
+    moved = True
+    while moved:
+        moved = False
+        for name, order in orders.items():
+            while at[name] < len(order):
+                op, s, m = order[at[name]]
+                start = clock[name]
+                if (op is Op.FORWARD and s > 0) or (op in (Op.BACKWARD, Op.BACKWARD_INPUT) and s < head):
+                    need = ends.get((Op.FORWARD, s - 1, m) if op is Op.FORWARD else (Op.BACKWARD, s + 1, m))
+                    if need is None:
+                        break
+                    start = max(start, need + transfer)
+                clock[name] = start + (0.0 if s == head else _SECONDS[op])
+                if op is not Op.BACKWARD_WEIGHT:
+                    ends[Op.FORWARD if op is Op.FORWARD else Op.BACKWARD, s, m] = clock[name]
+                at[name] += 1
+                moved = True
+    return max(clock.values())
+
+
+def _peaks(lists: Mapping[str, Sequence[_Unit]]) -> dict[str, int]:
+    peaks = {}
+    for name, units in lists.items():
+        live = peak = 0
+        for op, _, _ in units:
+            live += (op is Op.FORWARD) - (op in (Op.BACKWARD, Op.BACKWARD_WEIGHT))
+            peak = max(peak, live)
+        peaks[name] = peak
+    return peaks
 
 
 def live_units(schedule: Schedule) -> dict[str, int]:
     """Most live units per group: from its forward to its full backward, or to its weight gradient where that is apart."""
-    peaks = {}
-    for name, actions in schedule.lists.items():
-        live = peak = 0
-        for a in actions:
-            live += (a.op is Op.FORWARD) - (a.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT))
-            peak = max(peak, live)
-        peaks[name] = peak
-    return peaks
+    return _peaks({name: [(a.op, a.stage, a.microbatch or 0) for a in acts] for name, acts in schedule.lists.items()})

@@ -118,7 +118,14 @@ class ColocatedWiring:
                 return (Action(s, Op.BACKWARD, m),)
             if kind == "d_combine":
                 return (Action(s, Op.WAIT_B, m, "d_act") if self.crosses(layer) else Action(s + 2, Op.BACKWARD, m),)
-            return (Action(s, Op.FORWARD if kind in ("dispatch", "combine") else Op.BACKWARD, m, f"chunk{dot}" if experts and part else None),)
+            return (
+                Action(
+                    s,
+                    Op.FORWARD if kind in ("dispatch", "combine") else Op.BACKWARD,
+                    m,
+                    f"chunk{dot}" if experts and part else None,
+                ),
+            )
         if experts:
             if action.op is Op.FORWARD:
                 return (Action(s, Op.WAIT_F, m, "dispatch" + dot),)
