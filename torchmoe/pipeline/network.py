@@ -6,6 +6,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from torchmoe.errors import ConfigError
 
@@ -76,30 +77,33 @@ def fair_rates(flows: Mapping[tuple[int, int], int], egress: list[float], ingres
     return rates
 
 
-class _Channel:
+M = TypeVar("M")
+
+
+class _Channel(Generic[M]):
     """Messages between two ends on one communicator: first in, first out, one under way at a time."""
 
     __slots__ = ("pair", "queue", "rest")
 
     def __init__(self, pair: tuple[int, int]) -> None:
         self.pair = pair
-        self.queue: deque[tuple[Hashable, float]] = deque()
+        self.queue: deque[tuple[M, float]] = deque()
         self.rest = 0.0
 
 
-class Network:
+class Network(Generic[M]):
     """The transfers of a simulation. :meth:`next_end` says when the next one ends, :meth:`finish` takes those that end then."""
 
     def __init__(self, egress: list[float], ingress: list[float]) -> None:
         self.egress, self.ingress = egress, ingress
         self._now = 0.0
         self._next: float | None = math.inf
-        self._channels: dict[Hashable, _Channel] = {}
-        self._active: dict[_Channel, None] = {}
+        self._channels: dict[Hashable, _Channel[M]] = {}
+        self._active: dict[_Channel[M], None] = {}
         self._rates: dict[tuple[int, int], float] = {}
         self._known: dict[frozenset[tuple[tuple[int, int], int]], dict[tuple[int, int], float]] = {}
 
-    def start(self, now: float, channel: Hashable, pair: tuple[int, int], message: Hashable, num_bytes: float) -> bool:
+    def start(self, now: float, channel: Hashable, pair: tuple[int, int], message: M, num_bytes: float) -> bool:
         """Put a message on its channel. False: it is through already (nothing to carry, or a free link)."""
         c = self._channels.get(channel)
         if c is None:
@@ -120,10 +124,10 @@ class Network:
             self._next = min((self._now + c.rest / self._rates[c.pair] for c in self._active), default=math.inf)
         return self._next
 
-    def finish(self, now: float) -> list[Hashable]:
+    def finish(self, now: float) -> list[M]:
         """The messages whose last byte has left by ``now``, which is not past :meth:`next_end`."""
         self._sync(now)
-        ended: list[Hashable] = []
+        ended: list[M] = []
         for c in list(self._active):
             if c.rest <= max(_DONE * c.queue[0][1], self._rates[c.pair] * 1e-15 * now):
                 ended.append(c.queue.popleft()[0])

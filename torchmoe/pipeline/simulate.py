@@ -9,7 +9,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from torchmoe.errors import ConfigError, ScheduleError
@@ -23,6 +25,7 @@ from torchmoe.placement import Placement, Residual
 __all__ = ["Simulation", "simulate"]
 
 _RECVS = (Op.RECV_F, Op.RECV_B)
+_Name = tuple[str, int, int, int, int]  # kind, layer, micro-batch, source and target actor
 _FORWARD = (Op.FORWARD, Op.SEND_F, Op.RECV_F, Op.WAIT_F)
 
 
@@ -192,9 +195,9 @@ class _Run:
         self.per_rank, self.issue, self.contention, self.record = per_rank, issue, contention, record
         self.now = 0.0
         self.events: list[Event] = []
-        self.timers: list[tuple[float, int, str, object]] = []
+        self.timers: list[tuple[float, int, Callable[[], None]]] = []
         self.count = 0
-        self.messages: dict[tuple[str, int, int, int, int], _Message] = {}
+        self.messages: dict[_Name, _Message] = {}
         self.ready: deque[_Thread] = deque()
         self.actors: list[_Actor] = []
         self.members: dict[str, list[_Actor]] = {}
@@ -212,7 +215,7 @@ class _Run:
             self.actors += members
             egress += [total / len(names)] * len(names)
             rank += size
-        self.network = Network(egress, list(egress))
+        self.network: Network[_Name] = Network(egress, list(egress))
         for group, acts in schedule.lists.items():
             self._compile(group, acts)
 
@@ -294,10 +297,9 @@ class _Run:
             self.now = at
             if self.network.next_end() <= at:
                 for key in self.network.finish(at):
-                    self._left(key)  # type: ignore[arg-type]
+                    self._left(key)
             while self.timers and self.timers[0][0] <= at:
-                _, _, what, payload = heapq.heappop(self.timers)
-                getattr(self, what)(payload)
+                heapq.heappop(self.timers)[2]()
         for a in self.actors:
             for t in a.threads:
                 if t.position < len(t.steps):
@@ -313,9 +315,9 @@ class _Run:
             self.events,
         )
 
-    def _timer(self, delay: float, what: str, payload: object) -> None:
+    def _timer(self, delay: float, call: Callable[[], None]) -> None:
         self.count += 1
-        heapq.heappush(self.timers, (self.now + delay, self.count, what, payload))
+        heapq.heappush(self.timers, (self.now + delay, self.count, call))
 
     # ---- steps
     def _advance(self, thread: _Thread) -> None:
@@ -345,7 +347,7 @@ class _Run:
             else:
                 pause = self._post(actor, step.end, key, action, sending=step.kind == "send")
                 if pause:
-                    self._timer(pause, "_resume", thread)
+                    self._timer(pause, partial(self._resume, thread))
                     return
             thread.position += 1
 
@@ -359,10 +361,9 @@ class _Run:
         thread.actor.sleepers[need] = thread
         return True
 
-    def _resume(self, payload: object) -> None:
-        assert isinstance(payload, _Thread)
-        payload.position += 1
-        self.ready.append(payload)
+    def _resume(self, thread: _Thread) -> None:
+        thread.position += 1
+        self.ready.append(thread)
 
     def _start(self, thread: _Thread, action: Action) -> None:
         actor = thread.actor
@@ -394,11 +395,10 @@ class _Run:
     def _plan(self, actor: _Actor) -> None:
         speed = self._speed(actor)
         for t, (rest, since) in actor.running.items():
-            self._timer(max(0.0, rest) / speed, "_computed", (t, since))
+            self._timer(max(0.0, rest) / speed, partial(self._computed, t, since))
 
-    def _computed(self, payload: object) -> None:
-        thread, since = payload  # type: ignore[misc]
-        actor: _Actor = thread.actor
+    def _computed(self, thread: _Thread, since: float) -> None:
+        actor = thread.actor
         if thread not in actor.running or actor.running[thread][1] != since:
             return  # the speed changed since this was planned
         self._share(actor)
@@ -406,7 +406,7 @@ class _Run:
         _, _, action = thread.steps[thread.position]
         actor.last = self.now
         if self.record:
-            start = thread.blocked_since
+            start = self.now if thread.blocked_since is None else thread.blocked_since
             self.events.append(Event(actor.rank, actor.group, thread.name, str(action), "compute", start, self.now))
         thread.blocked_since = None
         for part in action.parts:
@@ -452,17 +452,16 @@ class _Run:
                 self._left(name)
         return self.links.send_overhead * len(ends) if sending else 0.0
 
-    def _left(self, name: tuple[str, int, int, int, int]) -> None:
+    def _left(self, name: _Name) -> None:
         latency = self.links.latency
         if self.links.host_latency is not None and name[0] in ("counts", "ids"):
             latency = self.links.host_latency
         if latency:
-            self._timer(latency, "_arrived", name)
+            self._timer(latency, partial(self._arrived, name))
         else:
             self._arrived(name)
 
-    def _arrived(self, payload: object) -> None:
-        name: tuple[str, int, int, int, int] = payload  # type: ignore[assignment]
+    def _arrived(self, name: _Name) -> None:
         message = self.messages.pop(name)
         source, target = self.actors[name[3]], self.actors[name[4]]
         source.hold(-message.num_bytes)

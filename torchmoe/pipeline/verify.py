@@ -107,7 +107,7 @@ class _Template:
     queue: deque[_Operation] | None = None
     channel: tuple[deque[_Operation], deque[_Operation]] | None = None
 
-    def at(self, microbatch: int) -> Action:
+    def at(self, microbatch: int | None) -> Action:
         return self.action._replace(microbatch=microbatch)
 
 
