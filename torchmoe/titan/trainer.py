@@ -247,13 +247,19 @@ class DisagTrainer(Trainer):
 
     # ---- one step
     def slice_batch(self, batch: Batch) -> tuple[Batch, tuple[int, ...]]:
-        """This rank's sequences of a global micro-batch, and the lengths of all of its sequences."""
+        """This rank's sequences of a global micro-batch, and the lengths of all of its sequences.
+
+        A batch of sequences of unequal length has flat tensors [tokens] and ``inputs["lengths"]``, tokens of each sequence.
+        """
         inputs, labels = batch
         where = self.roles.where
-        count, length = labels.shape
-        mine = self.roles.placement.sequences(where.group, where.index, count, where.replica)
-        part = {k: v[mine.start : mine.stop].to(self.device) for k, v in inputs.items()}
-        return (part, labels[mine.start : mine.stop].to(self.device)), (length,) * count
+        inputs = dict(inputs)
+        given = inputs.pop("lengths", None)
+        lengths = (labels.shape[1],) * labels.shape[0] if given is None else tuple(int(n) for n in given)
+        mine = self.roles.placement.sequences(where.group, where.index, len(lengths), where.replica)
+        rows = mine if given is None else range(sum(lengths[: mine.start]), sum(lengths[: mine.stop]))
+        part = {k: v[rows.start : rows.stop].to(self.device) for k, v in inputs.items()}
+        return (part, labels[rows.start : rows.stop].to(self.device)), lengths
 
     def step_arguments(self, batches: Sequence[Batch]) -> dict[str, Any]:
         """Arguments of ``runner.step`` on this rank for the global micro-batches of a step."""
