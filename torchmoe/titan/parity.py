@@ -20,6 +20,7 @@ from typing import Any
 from torchmoe.testing import run_ranks
 from torchmoe.titan.parity_data import Tokens
 from torchmoe.titan.parity_run import Program, run_program
+from torchmoe.titan.preload import start as start_server
 
 __all__ = ["LAYOUTS", "Layout", "Result", "main", "run_layouts"]
 
@@ -130,6 +131,7 @@ def run_layouts(layouts: Sequence[Layout] = LAYOUTS, *, steps: int = 10, report:
         report: called with each result as it comes.
     """
     out = []
+    start_server()
     with tempfile.TemporaryDirectory(prefix="torchmoe-parity-") as folder:
         references = _references(layouts, steps, folder)
         by_world: dict[int, list[Layout]] = {}
