@@ -18,7 +18,7 @@ from torchmoe.titan.data import ByteTokenizer, TextDataLoader  # noqa: E402
 from torchmoe.titan.model import MoEModel, model_spec  # noqa: E402
 from torchmoe.titan.trainer import DisagConfig, DisagTrainer, split_pipeline  # noqa: E402
 
-MODEL = MoEModel(layers=2, dim=128, heads=4, kv_heads=2, head_dim=32, experts=8, top_k=2, expert_dim=256)
+MODEL = MoEModel(layers=2, dim=128, heads=4, kv_heads=2, head_dim=32, experts=8, top_k=2, expert_dim=256, load_balance=1e-2)
 SEQUENCES, MICROBATCH, SEQ_LEN, STEPS = 32, 8, 128, 200
 
 

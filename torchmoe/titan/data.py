@@ -110,7 +110,7 @@ class TextDataLoader(BaseDataLoader):
         self.sequences = Sequences(
             text,
             seq_len=seq_len,
-            seed=config.seed if config.split == "train" else None,
+            seed=config.seed,
             what=f"{config.split} text of {corpus.name!r}",
         )
         self.infinite, self.world, self.rank, self.batch = config.infinite, dp_world_size, dp_rank, local_batch_size

@@ -181,7 +181,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps([{**vars(r), "passed": r.passed} for r in results], indent=1))
     failed = [r.name for r in results if not r.passed]
-    print(f"parity: {len(results) - len(failed)} of {len(results)} layouts equal one process" + (f"; not {failed}" if failed else ""))
+    print(
+        f"parity: {len(results) - len(failed)} of {len(results)} layouts equal one process"
+        + (f"; not {failed}" if failed else "")
+    )
     return 1 if failed else 0
 
 

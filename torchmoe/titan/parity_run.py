@@ -37,7 +37,16 @@ class Program:
 def _model(mixed: bool) -> Any:
     from torchmoe.titan.model import MoEModel
 
-    sizes = {"dim": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "experts": 8, "top_k": 2, "expert_dim": 24, "vocab": VOCAB}
+    sizes: dict[str, Any] = {
+        "dim": 32,
+        "heads": 2,
+        "kv_heads": 1,
+        "head_dim": 16,
+        "experts": 8,
+        "top_k": 2,
+        "expert_dim": 24,
+        "vocab": VOCAB,
+    }
     if mixed:
         return MoEModel(layers=6, dense=(0, 2, 5), dense_dim=40, shared_dim=16, **sizes)
     return MoEModel(layers=3, **sizes)
@@ -137,7 +146,7 @@ class _Tap:
             if self.router.route_norm:
                 gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)
             gates = gates * self.router.route_scale
-        self.chosen.append((self.at, ids.reshape(n, -1).clone()))
+        self.chosen.append((self.at, ids.reshape(n, ids.shape[-1]).clone()))
         self.at += n
         return gates, ids, scores
 
@@ -271,5 +280,3 @@ def run_program(ctx: Any, programs: Sequence[Program], routings: Sequence[Any] |
         for program in programs:  # the seed checkpoint is written in fp32 and read in both dtypes
             _trainer(program, "float32").close()
     return [_one(p, None if routings is None else routings[i]) for i, p in enumerate(programs)]
-
-
