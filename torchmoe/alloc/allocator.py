@@ -6,6 +6,7 @@ sides, the resource that binds, memory of the fullest ranks, and why the layouts
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -152,7 +153,8 @@ class RooflineAllocator:
     Args:
         ffn_cluster: a second pool of another GPU kind for the experts; then the first pool holds attention only.
         nics: "fixed" to their GPUs, or "free" to be given to either side (whole NICs).
-        divisible: M divides the micro-batch and N the experts; else uneven shares are allowed and the fullest rank counts.
+        even_sequences: M divides the micro-batch's sequences; else the ranks' shares differ by one and the fullest counts.
+        even_experts: N divides the experts; else shares differ by one and the fullest rank counts.
         groups: numbers of groups per role to try; ``symmetric`` keeps pA = pF (the paper's form).
         max_replicas: replicas of the whole pipeline to try.
         micro_batches: sequences per micro-batch to try; none: the workload's.
@@ -166,14 +168,14 @@ class RooflineAllocator:
     workload: Workload
     ffn_cluster: ClusterSpec | None = None
     nics: Nics = "fixed"
-    divisible: bool = True
+    even_sequences: bool = True
+    even_experts: bool = False
     groups: Sequence[int] = (1, 2, 3, 4, 6, 8, 12, 16)
     symmetric: bool = True
     max_replicas: int = 64
     micro_batches: Sequence[int] = ()
     memory_modes: Sequence[tuple[Recompute, Save]] = ()
     count_fill: bool = True
-    shard_optimizer: bool = False
     residual: Literal["direct", "ride"] = "direct"
     tie: float = 0.01
     goal: Literal["fewest_gpus", "mfu"] = "fewest_gpus"
@@ -181,9 +183,7 @@ class RooflineAllocator:
 
     @property
     def costs(self) -> SplitCosts:
-        return SplitCosts(
-            self.cluster, self.model, self.workload, self.ffn_cluster, self.residual, shard_optimizer=self.shard_optimizer
-        )
+        return SplitCosts(self.cluster, self.model, self.workload, self.ffn_cluster, self.residual)
 
     @property
     def world(self) -> int:
@@ -208,8 +208,9 @@ class RooflineAllocator:
         free = self.nics == "free" or nics_per_gpu >= 1
         return [n for n in sizes if free or abs(n * nics_per_gpu - round(n * nics_per_gpu)) < 1e-9]
 
-    def _shares(self, whole: int, limit: int) -> list[int]:
-        return [n for n in range(1, min(limit, whole) + 1) if not self.divisible or whole % n == 0]
+    @staticmethod
+    def _shares(whole: int, limit: int, even: bool) -> list[int]:
+        return [n for n in range(1, min(limit, whole) + 1) if not even or whole % n == 0]
 
     def _layouts(self, w: Workload) -> Iterable[tuple[int, int, int]]:
         n = self.model.num_moe_layers
@@ -231,6 +232,9 @@ class RooflineAllocator:
         band_f, per_f = costs.link(costs.f_cluster)
         layouts, used = [], []
         for w in self.workloads():
+            attention: dict[tuple[int, int], float] = {}  # what does not depend on replicas and cycle
+            experts: dict[int, float] = {}
+            wire: dict[tuple[bool, int], tuple[float, float]] = {}
             for r, pa, pf in self._layouts(w):
                 p = max(pa, pf)
                 fits: str | tuple[list[int], list[int], dict[int, int]] = ""
@@ -244,7 +248,14 @@ class RooflineAllocator:
                     why[fits] += 1
                     continue
                 ms, ns, max_n = fits
-                wire = {n: c.wire_bytes(n, pa) for n in ns}
+                for m in ms:
+                    if (pa, m) not in attention:
+                        attention[pa, m] = c.attention_group_seconds(pa, m, even=w.micro_batch % m == 0)
+                for n in ns:
+                    if n not in experts:
+                        experts[n] = c.expert_seconds(n)
+                    if (pa == 1, n) not in wire:
+                        wire[pa == 1, n] = c.wire_bytes(n, pa)
                 v_a, v_f = len(c.group_layers(pa, 0)), len(c.group_layers(pf, 0))
                 steps = c.micro_batches(r) * self.fill_factor(c, r, p)
                 layouts.append(
@@ -252,10 +263,10 @@ class RooflineAllocator:
                         r,
                         pa,
                         pf,
-                        {m: steps * c.attention_group_seconds(pa, m, even=w.micro_batch % m == 0) for m in ms},
-                        {n: steps * c.ffn_group_seconds(pf, n) for n in ns},
-                        {n: steps * v_a * wire[n][0] / band_a for n in ns},
-                        {n: steps * v_f * wire[n][1] / band_f for n in ns},
+                        {m: steps * attention[pa, m] for m in ms},
+                        {n: steps * v_f * experts[n] for n in ns},
+                        {n: steps * v_a * wire[pa == 1, n][0] / band_a for n in ns},
+                        {n: steps * v_f * wire[pa == 1, n][1] / band_f for n in ns},
                         max_n,
                     )
                 )
@@ -278,26 +289,23 @@ class RooflineAllocator:
         self, c: SplitCosts, r: int, pa: int, pf: int, caps: tuple[int, int], per: tuple[float, float]
     ) -> str | tuple[list[int], list[int], dict[int, int]]:
         """Sizes that fit in memory, and for each M the largest N; or why there are none."""
-        ns = [
-            n
-            for n in self._whole_nics(self._shares(self.model.num_experts, caps[1]), per[1])
-            if c.expert_memory(pa=pa, pf=pf, n=n, replicas=r).total <= c.f_cluster.gpu.hbm_bytes
-        ]
+        # memory falls as N or M grows and, on the attention side, rises with N (more rows per token): bisect
+        sizes = self._whole_nics(self._shares(self.model.num_experts, caps[1], self.even_experts), per[1])
+        room_f, room_a = c.f_cluster.gpu.hbm_bytes, self.cluster.gpu.hbm_bytes
+        first = bisect_left(sizes, True, key=lambda n: c.expert_memory(pa=pa, pf=pf, n=n, replicas=r).total <= room_f)
+        ns = sizes[first:]
         if not ns:
             return f"experts do not fit in p={pf}"
-        # more FFN ranks mean more rows per token in an attention rank's buffers, so one bound per M is enough
         max_n: dict[int, int] = {}
-        for m in self._whole_nics(self._shares(c.workload.micro_batch, caps[0]), per[0]):
-            n = next(
-                (
-                    n
-                    for n in reversed(ns)
-                    if c.attention_memory(pa=pa, pf=pf, m=m, n=n, replicas=r).total <= self.cluster.gpu.hbm_bytes
-                ),
-                None,
-            )
-            if n is not None:
-                max_n[m] = n
+        for m in self._whole_nics(self._shares(c.workload.micro_batch, caps[0], self.even_sequences), per[0]):
+
+            def full(n: int, m: int = m) -> bool:
+                return c.attention_memory(pa=pa, pf=pf, m=m, n=n, replicas=r).total > room_a
+
+            if not full(ns[-1]):
+                max_n[m] = ns[-1]
+            elif not full(ns[0]):
+                max_n[m] = ns[bisect_left(ns, True, key=full) - 1]
         if not max_n:
             return f"attention does not fit in p={pa}"
         if all(n == ns[-1] for n in max_n.values()):

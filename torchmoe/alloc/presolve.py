@@ -7,6 +7,7 @@ most the lower bound under every other choice) only the smallest is needed, beca
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import ceil, inf
@@ -71,9 +72,10 @@ def incumbent(p: Problem, o: Layout) -> float:
         left = p.gpus[0] if isinstance(p.gpus, tuple) else p.gpus - rf * n
         if isinstance(p.gpus, tuple) and rf * n > p.gpus[1]:
             continue
-        cap = max((m for m in sizes if ra * m <= left), default=None)
-        if cap is None:
+        at = bisect_right(sizes, left // ra)
+        if not at:
             continue
+        cap = sizes[at - 1]
         for m in {cap, fastest[cap]}:
             if o.max_n.get(m, n) < n:
                 continue

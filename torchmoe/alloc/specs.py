@@ -314,6 +314,7 @@ class Workload(_Spec):
         save: what the routed experts keep: "input", "half", "preact", "all".
         imbalance: load of the busiest expert rank over the mean.
         causal: count half of the score products, as attention kernels do.
+        shard_optimizer: spread optimizer state over the ranks that hold the same parameters.
     """
 
     seq_len: int
@@ -325,6 +326,7 @@ class Workload(_Spec):
     save: Literal["input", "half", "preact", "all"] = "preact"
     imbalance: float = 1.0
     causal: bool = True
+    shard_optimizer: bool = False
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "micro_batch", "global_batch"):

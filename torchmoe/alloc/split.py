@@ -27,7 +27,6 @@ class SplitCosts:
 
     Args:
         residual: how the residual reaches the next attention group when there are several.
-        shard_optimizer: spread optimizer state over the ranks that hold the same parameters.
         cycle: micro-batches issued per chunk (AF-Pipe's G); None: 4p.
     """
 
@@ -36,7 +35,6 @@ class SplitCosts:
     workload: Workload
     ffn_cluster: ClusterSpec | None = None
     residual: str = "direct"
-    shard_optimizer: bool = False
     cycle: int | None = None
 
     @property
@@ -95,10 +93,6 @@ class SplitCosts:
         weights = most * shape.expert_params * w.precision.weight * factor / gpu.hbm_bandwidth
         return max(products, weights)
 
-    def ffn_group_seconds(self, p: int, n: int) -> float:
-        """One micro-batch through the busiest of p FFN groups of n GPUs."""
-        return len(self.group_layers(p, 0)) * self.expert_seconds(n)
-
     # ---- network
     def traffic(self, n: int, pa: int) -> LayerTraffic:
         """Expected bytes per token and layer with n FFN ranks."""
@@ -146,7 +140,7 @@ class SplitCosts:
                     rows_per_token=rows,
                     precision=w.precision,
                     recompute=w.recompute,
-                    optimizer_copies=m * replicas if self.shard_optimizer else 1,
+                    optimizer_copies=m * replicas if w.shard_optimizer else 1,
                     allowance=self.cluster.reserved_bytes,
                 )
             )
@@ -166,7 +160,7 @@ class SplitCosts:
             live_units=self.live_units("ffn", pa, pf, self.micro_batches(replicas)),
             precision=w.precision,
             save=w.save,
-            optimizer_copies=replicas if self.shard_optimizer else 1,
+            optimizer_copies=replicas if w.shard_optimizer else 1,
             allowance=self.f_cluster.reserved_bytes,
         )
 
