@@ -1,0 +1,120 @@
+"""Allocations and colocated baselines run through the simulator, with costs from the same tables.
+
+The step of an :class:`Allocation` is a closed form; here its schedule runs, with the real order, transfers that share NICs, and
+latency. Colocated baselines: interleaved 1F1B with blocking exchanges, the best chunked overlap, and a DualPipe-like overlap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torchmoe.alloc.allocator import Allocation, RooflineAllocator
+from torchmoe.alloc.colocated import ColocatedCosts
+from torchmoe.pipeline.costs import Costs
+from torchmoe.pipeline.network import Links
+from torchmoe.pipeline.schedules.afpipe import afpipe
+from torchmoe.pipeline.schedules.colocated import ColocatedWiring, colocated
+from torchmoe.pipeline.simulate import Simulation, simulate
+from torchmoe.placement import Placement
+
+__all__ = ["placement_of", "simulate_allocation", "simulate_colocated"]
+
+
+def placement_of(allocation: Allocation, *, num_layers: int, num_experts: int) -> Placement:
+    """The placement of an allocation."""
+    return Placement(
+        attention=allocation.attention_sizes,
+        ffn=allocation.ffn_sizes,
+        num_layers=num_layers,
+        num_experts=num_experts,
+        replicas=allocation.replicas,
+    )
+
+
+def simulate_allocation(allocator: RooflineAllocator, a: Allocation, *, record: bool = False) -> Simulation:
+    """One replica's step of AF-Pipe under ``a``: group level, all ranks of a group alike."""
+    costs = replace(allocator.costs, workload=a.workload, cycle=a.cycle)
+    shape, w = allocator.model, a.workload
+    place = replace(placement_of(a, num_layers=shape.num_moe_layers, num_experts=shape.num_experts), replicas=1)
+    sequences = w.micro_batch / a.m if w.micro_batch % a.m == 0 else -(-w.micro_batch // a.m)
+    head = 2 * shape.num_moe_layers
+    forward, backward = {}, {}
+    again = 1 if w.recompute == "full" else 0
+    for layer in range(shape.num_moe_layers):
+        t = costs.attention_seconds(sequences, layer=shape.num_dense_layers + layer)
+        if layer == 0:
+            t += sum(costs.attention_seconds(sequences, layer=i) for i in range(shape.num_dense_layers))
+        forward[2 * layer], backward[2 * layer] = t / (3 + again), t * (2 + again) / (3 + again)
+        t = costs.expert_seconds(a.n)
+        forward[2 * layer + 1], backward[2 * layer + 1] = t / 3, t * 2 / 3
+    t = costs.head_seconds(sequences)
+    forward[head], backward[head] = t, 0.0  # forward, loss and backward are one action
+    traffic = costs.traffic(a.n, a.pa)
+    kinds = ("dispatch", "combine", "d_combine", "d_dispatch", "residual", "d_residual", "ids")
+    message = {k: getattr(traffic, k) * w.tokens for k in kinds}
+    band, per = costs.link(allocator.cluster)
+    one_node = allocator.cluster.nodes == 1
+    nics = {str(g): a.nics_a if g.role == "attention" else a.nics_f for g in place.groups()}
+    latency = allocator.cluster.intra_latency if one_node else allocator.cluster.nic_latency
+    half = {s: b / 2 for s, b in backward.items()}
+    return simulate(
+        afpipe(place, a.micro_batches, cycle=a.cycle, transfer=_transfer(a)),
+        Costs(forward=forward, input_grad=half, weight_grad=half, message=message),
+        place,
+        residual="local" if a.pa == 1 else allocator.residual,
+        links=Links(bandwidth=band, latency=latency, nics=nics),
+        issue="ahead",
+        record=record,
+    )
+
+
+def _transfer(a: Allocation) -> float:
+    """A transfer in units of a forward, at most the 1.0 that a stage of its own has."""
+    forward = max(a.attention, a.ffn) / 3
+    return min(1.0, max(a.network_a, a.network_f) / 4 / forward) if forward else 0.0
+
+
+def simulate_colocated(
+    costs: ColocatedCosts, *, num_chunks: int = 1, scheme: str = "blocking", chunks: int = 4, record: bool = False
+) -> Simulation:
+    """One copy's step of the colocated strategy.
+
+    Args:
+        num_chunks: layer chunks per stage (interleaving); layers must divide into stages of chunks.
+        scheme: "blocking" interleaved 1F1B; "chunked" (all-to-alls in ``chunks`` parts); "dualpipe" (forward and backward of
+            two micro-batches take turns).
+    """
+    shape, w = costs.model, costs.workload
+    wiring = ColocatedWiring(
+        num_layers=shape.num_layers,
+        ep_size=costs.ep,
+        num_groups=costs.pp,
+        num_chunks=num_chunks,
+        a2a_chunks=chunks if scheme == "chunked" else 1,
+    )
+    split = costs.split
+    again = 1 if w.recompute == "full" else 0
+    forward, backward = {}, {}
+    for layer in range(shape.num_layers):
+        a = split.attention_seconds(costs.local_sequences, layer=layer)
+        e = split.expert_seconds(costs.ep)
+        forward[2 * layer], backward[2 * layer] = a / (3 + again), a * (2 + again) / (3 + again)
+        forward[2 * layer + 1], backward[2 * layer + 1] = e / 3, e * 2 / 3
+    t = split.head_seconds(costs.local_sequences)
+    forward[2 * shape.num_layers], backward[2 * shape.num_layers] = t / 3, t * 2 / 3
+    # the simulator's NIC stands for whatever bounds the exchange: bytes that take exchange().total at the NIC share
+    one = costs.exchange()
+    band = costs.cluster.nic_share if costs.cluster.nodes > 1 else costs.cluster.intra_bandwidth
+    size = (one.total - one.latency) * band * costs.ep
+    hidden = costs.local_sequences * w.seq_len * shape.dim * w.itemsize * costs.ep
+    message = dict.fromkeys(("dispatch", "combine", "d_combine", "d_dispatch"), size)
+    message |= dict.fromkeys(("act", "d_act"), hidden)
+    half = {s: b / 2 for s, b in backward.items()}
+    return simulate(
+        colocated(wiring, costs.micro_batches, overlap=scheme == "dualpipe"),
+        Costs(forward=forward, input_grad=half, weight_grad=half, message=message, parts=wiring.a2a_chunks),
+        wiring,
+        links=Links(bandwidth=band, latency=one.latency),
+        issue="ahead",
+        record=record,
+    )
