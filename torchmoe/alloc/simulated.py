@@ -52,7 +52,7 @@ def simulate_allocation(allocator: RooflineAllocator, a: Allocation, *, record: 
     traffic = costs.traffic(a.n, a.pa)
     kinds = ("dispatch", "combine", "d_combine", "d_dispatch", "residual", "d_residual", "ids")
     message = {k: getattr(traffic, k) * w.tokens for k in kinds}
-    band, per = costs.link(allocator.cluster)
+    band, _ = costs.link(allocator.cluster)
     one_node = allocator.cluster.nodes == 1
     nics = {str(g): a.nics_a if g.role == "attention" else a.nics_f for g in place.groups()}
     latency = allocator.cluster.intra_latency if one_node else allocator.cluster.nic_latency
