@@ -19,7 +19,7 @@ from torchmoe.costs.memory import (
     live_units_1f1b,
 )
 from torchmoe.costs.model import ModelShape
-from torchmoe.costs.traffic import copies_leaving_node
+from torchmoe.costs.traffic import Dedup, copies_leaving_node
 
 __all__ = ["ColocatedCosts", "ExchangeTime", "StepParts"]
 
@@ -107,7 +107,7 @@ class ColocatedCosts:
         lanes = ep if one_node else min(per, ep)
         nodes = 1 if one_node else -(-ep // per)
         token = self.local_sequences * self.workload.seq_len * shape.dim * self.workload.itemsize
-        dedup = "rank" if self.dedup else "flat"
+        dedup: Dedup = "rank" if self.dedup else "flat"
         k = shape.top_k
         remote = copies_leaving_node(shape.num_experts, k, nodes=nodes, ranks_per_node=lanes, dedup=dedup) if nodes > 1 else 0.0
         everything = copies_leaving_node(shape.num_experts, k, nodes=ep, ranks_per_node=1, dedup=dedup)

@@ -15,6 +15,7 @@ from typing import Literal
 from torchmoe.errors import ConfigError
 
 __all__ = [
+    "Dedup",
     "LayerTraffic",
     "copies_leaving_node",
     "hit_probability",
