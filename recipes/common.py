@@ -52,9 +52,7 @@ class Recipe:
             "dataloader": TextDataLoader.Config(),
             "metrics": MetricsProcessor.Config(log_freq=1, disable_color_printing=True),
             "optimizer": default_adamw(lr=self.lr),
-            "lr_scheduler": LRSchedulersContainer.Config(
-                warmup_steps=min(20, self.steps), decay_ratio=0.5, min_lr_factor=0.1
-            ),
+            "lr_scheduler": LRSchedulersContainer.Config(warmup_steps=min(20, self.steps), decay_ratio=0.5, min_lr_factor=0.1),
             "comm": CommConfig(init_timeout_seconds=120, train_timeout_seconds=60, trace_buf_size=0),
             "checkpoint": CheckpointManager.Config(enable=False, interval=50, keep_latest_k=2, last_save_model_only=False),
             "activation_checkpoint": None,

@@ -10,9 +10,7 @@ from torchmoe.titan.model import MoEModel
 
 RECIPE = Recipe(
     name="disag_tiny",
-    model=MoEModel(
-        layers=2, dim=128, heads=4, kv_heads=2, head_dim=32, experts=8, top_k=2, expert_dim=256, load_balance=1e-2
-    ),
+    model=MoEModel(layers=2, dim=128, heads=4, kv_heads=2, head_dim=32, experts=8, top_k=2, expert_dim=256, load_balance=1e-2),
     sequences=32,
     microbatch=8,
     seq_len=128,

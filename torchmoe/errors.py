@@ -44,4 +44,6 @@ class ExchangeTimeout(ExchangeError):
 
 
 class PeerLost(ExchangeError):
-    """A peer process died or closed its connection."""
+    """A peer process died or closed its connection. ``peer`` is its global rank where it is known."""
+
+    peer: int | None = None

@@ -35,7 +35,7 @@ def test_every_sixteenth_document_is_held_out_in_path_order(tmp_path: Path) -> N
     assert bytes_of(corpus.train) == b"\0".join(t for i, t in enumerate(ordered) if i not in (15, 31))
     assert corpus.documents == 33
     assert corpus.sha256 == hashlib.sha256(bytes_of(corpus.train) + bytes_of(corpus.held_out)).hexdigest()
-    assert load_corpus(tmp_path) .sha256 == corpus.sha256
+    assert load_corpus(tmp_path).sha256 == corpus.sha256
 
 
 def test_few_documents_give_their_last_sixteenth(tmp_path: Path) -> None:

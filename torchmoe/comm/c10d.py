@@ -55,10 +55,12 @@ def translate(error: BaseException, what: str, communicator: str, op: _Op) -> Ex
     text = " ".join(str(error).split())
     where = f"{what}: {op.text()} on communicator {communicator!r}"
     if any(s in text for s in LOST):
-        return PeerLost(
+        lost = PeerLost(
             f"{where} failed because rank {op.peer} closed the connection (it died, or gave up after an error of its own); "
             f"look at the log of the rank that failed first ({text[:160]})"
         )
+        lost.peer = op.peer
+        return lost
     return ExchangeError(f"{where} failed: {text[:400]}; look at the log of rank {op.peer}")
 
 

@@ -170,14 +170,17 @@ def _line(r: Result) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m torchmoe.titan.parity", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m torchmoe.titan.parity", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="three layouts and four steps")
+    parser.add_argument("--steps", type=int, help="fp32 steps (default 10, quick 4)")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args(argv)
     layouts = [la for la in LAYOUTS if la.name in ("2A2F", "[2,1]A x [1,2]F", "torchtitan EP=2")] if options.quick else LAYOUTS
     print(f"{'against one process':50}{'gradients':>11}{'norm':>10}{'replayed':>10}{'free':>10}  {'messages':>12}")
     print(f"{'allowed':50}{GRADIENTS:11.0e}{GRADIENTS:10.0e}{LOSSES:10.0e}{'':>10}", flush=True)
-    results = run_layouts(layouts, steps=4 if options.quick else 10, report=lambda r: print(_line(r), flush=True))
+    results = run_layouts(
+        layouts, steps=options.steps or (4 if options.quick else 10), report=lambda r: print(_line(r), flush=True)
+    )
     if options.json:
         options.json.write_text(json.dumps([{**vars(r), "passed": r.passed} for r in results], indent=1))
     failed = [r.name for r in results if not r.passed]

@@ -27,6 +27,7 @@ from torchmoe.placement import Deadlines, Placement
 from torchmoe.titan.check import check_block
 from torchmoe.titan.checkpoint import ExpertOptimizer
 from torchmoe.titan.expert_part import ExpertPart
+from torchmoe.titan.failure import naming_the_dead
 from torchmoe.titan.initialise import initialise
 from torchmoe.titan.roles import RoleGroups, RoleParallelDims
 from torchmoe.titan.split import split_model
@@ -281,6 +282,15 @@ class DisagTrainer(Trainer):
         }
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
+        """One optimizer step.
+
+        Raises:
+            PeerLost: another rank died or failed; the message names it and says what this rank was waiting for.
+        """
+        with naming_the_dead(self.roles.placement, self.roles.rank, f"step {self.step}"):
+            self._train_step(data_iterator)
+
+    def _train_step(self, data_iterator: Iterator[Batch]) -> None:
         self.optimizers.zero_grad(set_to_none=True)
         lr_metrics = self.lr_schedulers.get_metrics()
         tokens = 0

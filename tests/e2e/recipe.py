@@ -1,0 +1,38 @@
+"""A recipe of a very small model, for the tests of whole jobs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recipes.common import Recipe
+from torchmoe.titan.model import MoEModel
+
+RECIPE = Recipe(
+    name="test",
+    model=MoEModel(
+        layers=3, dim=32, heads=2, kv_heads=1, head_dim=16, experts=6, expert_dim=24, shared_dim=16, load_balance=1e-2
+    ),
+    sequences=16,
+    microbatch=4,
+    seq_len=16,
+    steps=6,
+    lr=3e-3,
+)
+
+
+def cpu_2a2f() -> Any:
+    return RECIPE.disaggregated([2], [2])
+
+
+def cpu_4a4f() -> Any:
+    return RECIPE.disaggregated([1, 1], [1, 1])
+
+
+def homogeneous() -> Any:
+    return RECIPE.homogeneous()
+
+
+def tied() -> Any:
+    config = RECIPE.disaggregated([1, 1], [1, 1])
+    config.model_spec.model.enable_weight_tying = True
+    return config
