@@ -114,7 +114,7 @@ def test_the_parts_of_all_ranks_are_the_whole_model(attention: list[int], ffn: l
             else:
                 assert p.shape == whole[name]
                 seen[name] = set(range(8))
-    assert {n: e for n, e in seen.items()} == {n: set(range(8)) for n in whole}
+    assert seen == {n: set(range(8)) for n in whole}
 
 
 def test_tied_embeddings_across_groups_are_refused_and_within_one_kept() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,7 @@ def test_entropies_equal_their_definition(text: bytes) -> None:
     counts = {b: text.count(bytes([b])) for b in set(text)}
     unigram = -sum(c / n * math.log(c / n) for c in counts.values())
     pairs: dict[tuple[int, int], int] = {}
-    for a, b in zip(text, text[1:], strict=False):
+    for a, b in pairwise(text):
         pairs[a, b] = pairs.get((a, b), 0) + 1
     before: dict[int, int] = {}
     for (a, _), c in pairs.items():
