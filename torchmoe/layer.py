@@ -1,15 +1,21 @@
-"""MoELayer: router, queue and experts of one layer on one device."""
+"""MoELayer: router, queue and experts of one layer, on one device or with its experts spread over ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from torchmoe.comm.all_to_all import AllToAllExchange
+from torchmoe.comm.token_exchange import TokenExchange
 from torchmoe.dispatch import DispatchQueue
 from torchmoe.errors import ConfigError
 from torchmoe.experts import FusedExpertMLP
 from torchmoe.router import Routing, TopKRouter
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["MoELayer"]
 
@@ -21,7 +27,14 @@ class MoELayer(nn.Module):
         router: gives a :class:`Routing` for x [T, D]; :class:`TopKRouter` or any module with its call.
         experts: the routed experts.
         shared: a module that sees every token, or None.
-        capacity: most rows an expert takes; what comes later in the batch is dropped. None: dropless.
+        capacity: most rows an expert takes; what comes later in the batch is dropped. None: dropless. With expert parallelism
+            the batch is that of all ranks, in rank order.
+        ep_mesh: 1-D mesh over whose ranks the experts are spread, each rank with its own tokens; ``experts`` then holds this
+            rank's alone, in blocks of equal size up to one (``torchmoe.placement.contiguous_owners``), in ascending order.
+        exchange: instead of ``ep_mesh``: an exchange of your own choice (other owners, hierarchical, simulated ranks).
+
+    With expert parallelism a loss that is summed over the ranks gives the gradients of one device holding all tokens: complete
+    for ``experts``, to be summed over the ranks for the router and ``shared``, which every rank holds.
     """
 
     def __init__(
@@ -31,14 +44,29 @@ class MoELayer(nn.Module):
         shared: nn.Module | None = None,
         *,
         capacity: int | None = None,
+        ep_mesh: DeviceMesh | None = None,
+        exchange: TokenExchange | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(router, TopKRouter) and (router.dim, router.num_experts) != (experts.dim, experts.num_experts):
+        if ep_mesh is not None:
+            if exchange is not None:
+                raise ConfigError("ep_mesh and exchange both say where the experts are; give one of them")
+            num_experts = getattr(router, "num_experts", None)
+            if not isinstance(num_experts, int):
+                raise ConfigError(
+                    f"ep_mesh needs the number of experts of all ranks, and {type(router).__name__} has no num_experts; "
+                    "pass exchange=AllToAllExchange.from_mesh(mesh, num_experts=...)"
+                )
+            exchange = AllToAllExchange.from_mesh(ep_mesh, num_experts=num_experts)
+        total = experts.num_experts if exchange is None else exchange.num_experts
+        if isinstance(router, TopKRouter) and (router.dim, router.num_experts) != (experts.dim, total):
             raise ConfigError(
                 f"the router is for dim={router.dim}, {router.num_experts} experts and the experts for dim={experts.dim}, "
-                f"{experts.num_experts}; build both for one layer"
+                f"{total}; build both for one layer"
             )
         self.router, self.experts, self.shared, self.capacity = router, experts, shared, capacity
+        self.exchange = exchange
+        self._held()
 
     def forward(
         self,
@@ -58,10 +86,37 @@ class MoELayer(nn.Module):
         x_TD = x.reshape(-1, x.size(-1))
         if routing is None:
             routing = self.router(x_TD, lengths=lengths, loss_weight=loss_weight)
-        queue = DispatchQueue.build(
-            routing.expert_ids_TK, self.experts.num_experts, capacity=self.capacity, backend=self.experts.backend
-        )
-        y_TD = self.experts(x_TD, queue, routing.gates_TK)
+        if self.exchange is None:
+            y_TD = self._experts(x_TD, routing.expert_ids_TK, routing.gates_TK)
+        else:
+            self._held()  # before anything is sent
+            here = self.exchange.dispatch(x_TD, routing.expert_ids_TK, routing.gates_TK)
+            y_RD = self._experts(here.rows_RD, self.exchange.local_ids(here.expert_ids_RK), here.gates_RK)
+            y_TD = self.exchange.combine(y_RD, here)
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
         return y_TD.reshape(x.shape), routing
+
+    def _held(self) -> int:
+        """Experts on this rank.
+
+        Raises:
+            ConfigError: another number than the exchange's owners say.
+        """
+        held = self.experts.weights().w2.size(0)
+        if self.exchange is not None and held != len(self.exchange.local_experts):
+            mine = len(self.exchange.local_experts)
+            remedy = f"build FusedExpertMLP({mine}, ...)" if mine else "use at most as many ranks as experts"
+            raise ConfigError(
+                f"experts holds {held} experts and rank {self.exchange.index} of the exchange owns {mine} of "
+                f"{self.exchange.num_experts}; {remedy}"
+            )
+        return held
+
+    def _experts(self, x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor) -> Tensor:
+        rows = None
+        if self.exchange is not None and ids_TK.device.type == "cpu" and self.experts.chunk_tokens is None:
+            rows = int((ids_TK >= 0).sum())  # most slots live elsewhere; on the host their number is free to read
+        queue = DispatchQueue.build(ids_TK, self._held(), capacity=self.capacity, max_rows=rows, backend=self.experts.backend)
+        y_TD: Tensor = self.experts(x_TD, queue, gates_TK)
+        return y_TD
