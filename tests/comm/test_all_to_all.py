@@ -30,7 +30,7 @@ from .ep_programs import (
     random_routing,
 )
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}  # relative to the norm
 
 
 def blocks(sizes: list[list[int]], dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
@@ -98,15 +98,22 @@ def cases(draw: st.DrawFn) -> Case:
     }
 
 
+def close(got: Tensor, want: Tensor, case: Case, name: str) -> None:
+    scale = want.double().norm().item()
+    if case["dtype"] == torch.bfloat16:
+        scale += 1.0  # of a few elements one may be a sum that cancels to far below its terms, which are near 1
+    error = (got.double() - want.double()).norm().item()
+    assert error <= TOLERANCE[case["dtype"]] * scale, f"{name}: {error:.2e} of {scale:.2e}"
+
+
 def check_parity(case: Case, out: list[tuple[Tensor, dict[str, Tensor]]]) -> None:
     want_y, want = one_device(case)
-    tolerance = TOLERANCE[case["dtype"]]
-    assert relative_error(torch.cat([y for y, _ in out]), want_y) <= tolerance
+    close(torch.cat([y for y, _ in out]), want_y, case, "y")
     for name in ("x", "router.gates"):
-        assert relative_error(torch.cat([g[name] for _, g in out]), want[name]) <= tolerance, name
+        close(torch.cat([g[name] for _, g in out]), want[name], case, name)
     for name in ("experts.w1_EFD", "experts.w2_EDF", "experts.w3_EFD"):
         got = torch.cat([g[name] for _, g in out])
-        assert relative_error(got, want[name]) <= tolerance, name
+        close(got, want[name], case, name)
         idle = want[name].flatten(1).abs().sum(1) == 0
         assert not got[idle].any(), "an expert without tokens has a gradient of exact zeros"
 

@@ -104,7 +104,7 @@ class TokenExchange(ABC):
                 "must be [T, D], [T, K] and [T, K] of one T"
             )
         plan = self._plan(expert_ids_TK)
-        rows_RD, gates_RK, ids_RK = _Out.apply(self, plan, "dispatch", x_TD, gates_TK, expert_ids_TK.to(torch.int32))
+        rows_RD, gates_RK, ids_RK = _apply(_Out, self, plan, "dispatch", x_TD, gates_TK, expert_ids_TK.to(torch.int32))
         return Dispatched(rows_RD, ids_RK, gates_RK, plan)
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
@@ -116,8 +116,7 @@ class TokenExchange(ABC):
             raise ConfigError(
                 f"y {tuple(y_RD.shape)} has not the {dispatched.rows_RD.shape[0]} rows that came; return one row per received row"
             )
-        y_TD: Tensor = _Back.apply(self, dispatched.plan, "combine", y_RD)
-        return y_TD
+        return _apply(_Back, self, dispatched.plan, "combine", y_RD)  # type: ignore[no-any-return]
 
     # ---- rows
     def all_to_all(self, rows_SD: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int] | None = None) -> Tensor:
@@ -133,7 +132,7 @@ class TokenExchange(ABC):
                 f"send_rows={list(send_rows)} must cut the rows of {tuple(rows_SD.shape)} into {self.num_ranks} parts"
             )
         plan = self._plan_rows(tuple(send_rows), None if recv_rows is None else tuple(recv_rows))
-        (out,) = _Out.apply(self, plan, "rows", rows_SD)
+        (out,) = _apply(_Out, self, plan, "rows", rows_SD)
         return out  # type: ignore[no-any-return]
 
     # ---- what a subclass does
@@ -156,6 +155,10 @@ class TokenExchange(ABC):
     def _device_owners(self, device: torch.device) -> Tensor:
         self._owners_E = self._owners_E.to(device)
         return self._owners_E
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    return function.apply(*args)  # type: ignore[no-untyped-call]
 
 
 class _Out(torch.autograd.Function):
