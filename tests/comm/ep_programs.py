@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmoe import FusedExpertMLP, MoELayer, Routing, TopKRouter
+from torchmoe import DispatchQueue, FusedExpertMLP, MoELayer, Routing, TopKRouter
 from torchmoe.comm.all_to_all import AllToAllExchange
+from torchmoe.comm.halo import HierarchicalAllToAll
+from torchmoe.comm.token_exchange import TokenExchange
+from torchmoe.comm.waves import overlapped
 from torchmoe.placement import contiguous_owners
 from torchmoe.testing.ranks import RankContext
 
@@ -67,18 +70,63 @@ class Fixed(torch.nn.Module):
         return Routing(self.ids, self.gates)
 
 
+def hierarchical(ctx: RankContext, lanes: int, **options: Any) -> HierarchicalAllToAll:
+    transport = ctx.transport(HierarchicalAllToAll.communicators(range(ctx.world), lanes))
+    return HierarchicalAllToAll(transport, lanes=lanes, **options)
+
+
+def my_tokens(case: Case, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`random_routing` of one rank, in the case's dtype."""
+    start = sum(case["tokens"][:rank])
+    mine = slice(start, start + case["tokens"][rank])
+    x, ids, gates, dy = (t[mine].clone() for t in random_routing(case))
+    dtype = case["dtype"]
+    return x.to(dtype), ids, gates if dtype == torch.float64 else gates.float(), dy.to(dtype)
+
+
+def parallel(exchange: TokenExchange, case: Case) -> tuple[Tensor, dict[str, Tensor]]:
+    x, ids, gates, dy = my_tokens(case, exchange.index)
+    experts = build_experts(case, exchange.local_experts)
+    layer = MoELayer(Fixed(ids, gates), experts, capacity=case["capacity"], exchange=exchange)
+    return run_layer(layer, x, dy)
+
+
 def expert_parallel(ctx: RankContext, case: Case) -> tuple[Tensor, dict[str, Tensor]]:
-    x, ids, gates, dy = random_routing(case)
-    start = sum(case["tokens"][: ctx.rank])
-    mine = slice(start, start + case["tokens"][ctx.rank])
-    exchange = flat(ctx, num_experts=case["experts"])
-    layer = MoELayer(
-        Fixed(ids[mine], gates[mine].float() if case["dtype"] != torch.float64 else gates[mine].clone()),
-        build_experts(case, exchange.local_experts),
-        capacity=case["capacity"],
-        exchange=exchange,
-    )
-    return run_layer(layer, x[mine].to(case["dtype"]), dy[mine].to(case["dtype"]))
+    return parallel(flat(ctx, num_experts=case["experts"]), case)
+
+
+def hierarchical_parallel(ctx: RankContext, lanes: int, case: Case) -> tuple[Tensor, dict[str, Tensor]]:
+    return parallel(hierarchical(ctx, lanes, num_experts=case["experts"]), case)
+
+
+def on_node_mesh(ctx: RankContext, case: Case) -> tuple[Tensor, dict[str, Tensor]]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "lane"))
+    return parallel(HierarchicalAllToAll.from_mesh(mesh, num_experts=case["experts"]), case)
+
+
+def overlapped_parallel(ctx: RankContext, lanes: int, case: Case) -> tuple[Tensor, dict[str, Tensor]]:
+    exchange = hierarchical(ctx, lanes, num_experts=case["experts"])
+    x, ids, gates, dy = my_tokens(case, ctx.rank)
+    mlp = build_experts(case, exchange.local_experts)
+    x.requires_grad_()
+    gates.requires_grad_()
+
+    def experts(rows: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+        local = exchange.local_ids(ids)
+        y: Tensor = mlp(rows, DispatchQueue.build(local, mlp.num_experts, backend="reference"), gates)
+        return y
+
+    y = overlapped(exchange, x, ids, gates, experts=experts, parameters=list(mlp.parameters()))
+    y.backward(dy)
+    grads = {f"experts.{n}": p.grad for n, p in mlp.named_parameters()} | {"x": x.grad, "router.gates": gates.grad}
+    return y.detach(), {n: g for n, g in grads.items() if g is not None}
+
+
+def both_forms(ctx: RankContext, lanes: int, case: Case) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """The layer over a hierarchical exchange, and the overlapped form."""
+    return [hierarchical_parallel(ctx, lanes, case), overlapped_parallel(ctx, lanes, case)]
 
 
 def all_dtypes(ctx: RankContext, case: Case, dtypes: tuple[torch.dtype, ...]) -> list[tuple[Tensor, dict[str, Tensor]]]:

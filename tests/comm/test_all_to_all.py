@@ -11,8 +11,8 @@ from torch import Tensor
 from torchmoe import DispatchQueue, FusedExpertMLP, MoELayer, TopKRouter
 from torchmoe.costs.colocated import flat_all_to_all, flat_exchange
 from torchmoe.errors import ConfigError, ExchangeError
-from torchmoe.placement import contiguous_owners
-from torchmoe.testing import RankContext, RanksFailed, SimHub, run_ranks
+from torchmoe.placement import Deadlines, contiguous_owners
+from torchmoe.testing import RankContext, RankFailure, RanksFailed, SimHub, run_ranks
 from torchmoe.testing.oracle import relative_error
 
 from .ep_programs import (
@@ -57,7 +57,7 @@ def square(draw: st.DrawFn) -> list[list[int]]:
 
 
 @given(square(), st.booleans(), st.sampled_from([torch.float64, torch.bfloat16, torch.float16]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_rows_arrive_by_source_and_gradients_go_back_the_same_way(
     sizes: list[list[int]], known: bool, dtype: torch.dtype
 ) -> None:
@@ -100,7 +100,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 def close(got: Tensor, want: Tensor, case: Case, name: str) -> None:
     scale = want.double().norm().item()
-    if case["dtype"] == torch.bfloat16:
+    if case["dtype"] != torch.float64:
         scale += 1.0  # of a few elements one may be a sum that cancels to far below its terms, which are near 1
     error = (got.double() - want.double()).norm().item()
     assert error <= TOLERANCE[case["dtype"]] * scale, f"{name}: {error:.2e} of {scale:.2e}"
@@ -119,7 +119,7 @@ def check_parity(case: Case, out: list[tuple[Tensor, dict[str, Tensor]]]) -> Non
 
 
 @given(cases())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_expert_parallel_layer_equals_one_device(case: Case) -> None:
     check_parity(case, run_ranks(expert_parallel, len(case["tokens"]), args=(case,)))
 
@@ -128,20 +128,20 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def test_expert_parallel_layer_equals_one_device_on_gloo() -> None:
-    out = run_ranks(all_dtypes, 3, backend="gloo", args=(SAMPLE, DTYPES))
+    out = run_ranks(all_dtypes, 3, backend="gloo", timeout=240, args=(SAMPLE, DTYPES))
     for i, dtype in enumerate(DTYPES):
         check_parity({**SAMPLE, "dtype": dtype}, [per_dtype[i] for per_dtype in out])
 
 
 def test_ep_mesh_takes_a_dimension_of_a_device_mesh() -> None:
-    out = run_ranks(on_meshes, 4, backend="gloo")
+    out = run_ranks(on_meshes, 4, backend="gloo", timeout=240)
     assert [n for _, _, n in out] == [3, 2, 3, 2]
     for got, want, _ in out:
         assert relative_error(got, want) < 1e-12
 
 
 @given(cases())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_dispatch_traffic_equals_the_count_from_the_routing(case: Case) -> None:
     hub = SimHub(len(case["tokens"]))
 
@@ -186,7 +186,7 @@ def test_what_cannot_work_is_refused_before_anything_is_sent() -> None:
 
 
 def disagree(ctx: RankContext) -> None:
-    exchange = flat(ctx, num_experts=4)
+    exchange = flat(ctx, num_experts=4, deadlines=Deadlines(exchange=3.0))
     x = torch.zeros(2, DIM)
     if ctx.rank:
         exchange.all_to_all(x, [1, 1], [1, 1])
@@ -196,8 +196,8 @@ def disagree(ctx: RankContext) -> None:
 
 @pytest.mark.parametrize("backend", ["sim", "gloo"])
 def test_ranks_that_call_different_exchanges_are_told_and_do_not_hang(backend: str) -> None:
-    with pytest.raises(RanksFailed):
-        run_ranks(disagree, 2, backend=backend, timeout=9)  # type: ignore[arg-type]
+    out = run_ranks(disagree, 2, backend=backend, timeout=120, check=False)  # type: ignore[arg-type]
+    assert all(isinstance(f, RankFailure) and isinstance(f.error, ExchangeError) and f.seconds < 60 for f in out)
 
 
 def wrong_counts(ctx: RankContext) -> None:
@@ -207,7 +207,7 @@ def wrong_counts(ctx: RankContext) -> None:
 
 def test_a_short_message_is_noticed_on_gloo() -> None:
     with pytest.raises(RanksFailed, match=r"from rank 0 to rank 1 .* got a message that is too short"):
-        run_ranks(wrong_counts, 2, backend="gloo", timeout=20)
+        run_ranks(wrong_counts, 2, backend="gloo", timeout=120)
 
 
 def test_owners_may_be_any_table_and_change_between_calls() -> None:
