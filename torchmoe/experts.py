@@ -316,14 +316,14 @@ class FusedExpertMLP(nn.Module):
             raise ConfigError(f"x is {x_TD.dtype}; the rule is a floating dtype")
         weight = self._weight("w2_EDF")
         assert weight is not None
+        for name, t in (("gates", gates), ("the queue", queue.token_index_map), ("the weights", weight)):
+            if t.device != x_TD.device:
+                raise ConfigError(f"x is on {x_TD.device} and {name} on {t.device}; move them to one device")
         device_type = x_TD.device.type
         if not torch.is_autocast_enabled(device_type) and weight.dtype != x_TD.dtype:
             raise ConfigError(
                 f"x is {x_TD.dtype} and the weights {weight.dtype}; convert one of them or run under torch.autocast"
             )
-        for name, t in (("gates", gates), ("the queue", queue.token_index_map), ("the weights", weight)):
-            if t.device != x_TD.device:
-                raise ConfigError(f"x is on {x_TD.device} and {name} on {t.device}; move them to one device")
         if self.chunk_tokens is not None:
             if queue.token_offsets is not None:
                 raise ConfigError(
