@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchmoe.dispatch import DispatchQueue
 from torchmoe.experts import FusedExpertMLP
-from torchmoe.kernels import mlp
+from torchmoe.kernels import scheme
 from torchmoe.testing import oracle
 
 GATED = ("swiglu", "geglu", "reglu", "clamped_swiglu")
@@ -58,7 +58,7 @@ def inputs(ids: Tensor, D: int, dtype: torch.dtype, *, seed: int = 1, grad: bool
 
 def split_weights(module: FusedExpertMLP) -> dict[str, Tensor]:
     """Weights by short name in the split layout."""
-    views = mlp.weight_views(module.weights(), module.layout)._asdict()
+    views = scheme.weight_views(module.weights(), module.layout)._asdict()
     return {n: w.detach() for n, w in views.items() if w is not None}
 
 

@@ -20,7 +20,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("name", routings())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_output_and_all_gradients_equal_the_oracle(name: str, dtype: torch.dtype) -> None:
-    """huggingface/transformers#45621, PR#48689 (router gradient), pytorch/pytorch#193633 (sentinels), databricks/megablocks PR#87."""
+    """huggingface/transformers#45621, PR#48689 (router gradient), pytorch/pytorch#193633, databricks/megablocks PR#87 (k = 1)."""
     ids = routings()[name]
     module = experts(7, 6, 5, dtype=dtype)
     x, gates, dy = inputs(ids, 6, dtype)
@@ -51,7 +51,7 @@ def test_clamped_swiglu_beyond_its_bounds_equals_the_oracle() -> None:
 @pytest.mark.parametrize(("D", "F"), [(6, 5), (64, 32), (97, 47), (1, 1)])
 @pytest.mark.parametrize("E", [1, 2, 64, 129])
 def test_any_width_and_any_number_of_experts(D: int, F: int, E: int) -> None:
-    """pytorch/torchtitan#1651, huggingface/transformers#48644: no alignment rule; E = 129 with 24 slots leaves most experts empty."""
+    """pytorch/torchtitan#1651, huggingface/transformers#48644: no alignment rule; E = 129 has mostly empty experts."""
     ids = torch.randint(0, E, (12, 2), generator=torch.Generator().manual_seed(2))
     module = experts(E, D, F, dtype=torch.float64)
     x, gates, dy = inputs(ids, D, torch.float64)
@@ -223,7 +223,9 @@ def test_gate_gradient_at_4096_columns_is_precise() -> None:
     got = run(module, ids, x, gates, dy)["gates"].detach()
     for t in range(6):
         e = int(ids[t, 0])
-        g, u = ((w[e].double() @ x[t].detach().double()).bfloat16().double() for w in (module.w1_EFD.detach(), module.w3_EFD.detach()))
+        g, u = (
+            (w[e].double() @ x[t].detach().double()).bfloat16().double() for w in (module.w1_EFD.detach(), module.w3_EFD.detach())
+        )
         a = (g * torch.sigmoid(g) * u).bfloat16().double()
         da = dy[t].double() @ module.w2_EDF[e].detach().double()
         assert abs(float(got[t, 0]) - float(da @ a)) < 2e-4 * float(da.norm() * a.norm())
@@ -248,7 +250,13 @@ def test_every_combination_of_required_gradients(needed: tuple[bool, ...]) -> No
     got = {"x": x.grad, "gates": gates.grad, **{n.split("_")[0]: p.grad for n, p in module.named_parameters()}}
     for name, grad in got.items():
         leaf = {"x": x, "gates": gates}.get(name)
-        required = leaf.requires_grad if leaf is not None else dict(module.named_parameters())[next(n for n, _ in module.named_parameters() if n.startswith(name))].requires_grad
+        required = (
+            leaf.requires_grad
+            if leaf is not None
+            else dict(module.named_parameters())[
+                next(n for n, _ in module.named_parameters() if n.startswith(name))
+            ].requires_grad
+        )
         assert (grad is not None) == required, name
         if grad is not None:
             assert (grad - want[name]).norm() <= 1e-12 * want[name].norm(), name

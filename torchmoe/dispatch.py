@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchmoe.errors import ConfigError, RoutingError
-from torchmoe.kernels import mlp, ops
+from torchmoe.kernels import ops, scheme
 
 __all__ = ["DispatchQueue"]
 
@@ -149,8 +149,8 @@ class DispatchQueue:
         return cls(slots, offsets, expert, index_map, overflowed, num_tokens, num_experts, token_offsets, pair_order)
 
     @property
-    def index(self) -> mlp.Index:
-        return mlp.Index(self.expert_token_indices, self.expert_token_offsets, self.token_index_map, self.token_offsets)
+    def index(self) -> scheme.Index:
+        return scheme.Index(self.expert_token_indices, self.expert_token_offsets, self.token_index_map, self.token_offsets)
 
     @property
     def num_rows(self) -> int:

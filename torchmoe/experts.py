@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from torchmoe.costs.experts import ExpertCosts
 from torchmoe.dispatch import DispatchQueue
 from torchmoe.errors import ConfigError
-from torchmoe.kernels import mlp, ops
+from torchmoe.kernels import mlp, ops, scheme
 from torchmoe.kernels.activations import is_gated
 from torchmoe.kernels.backends import BACKENDS, resolve
-from torchmoe.kernels.reference import accumulation_dtype
+from torchmoe.kernels.blocks import accumulation_dtype
 
 __all__ = ["ExpertSaved", "ExpertWeightWork", "FusedExpertMLP", "RankExperts"]
 
@@ -31,8 +31,8 @@ class ExpertSaved:
 
     x_TD: Tensor
     gates: Tensor
-    parts: list[mlp.Piece]
-    hiddens: mlp.Hiddens
+    parts: list[scheme.Piece]
+    hiddens: scheme.Hiddens
     save: str
     pair_order: Tensor | None = None
 
@@ -50,7 +50,7 @@ class ExpertWeightWork:
     kernels: ModuleType
     x_TD: Tensor
     dy_TD: Tensor
-    rows: list[tuple[mlp.Piece, mlp.Upstream]] = field(default_factory=list)
+    rows: list[tuple[scheme.Piece, mlp.Upstream]] = field(default_factory=list)
     done: bool = False
 
     def run(self) -> None:
@@ -173,8 +173,8 @@ class FusedExpertMLP(nn.Module):
                 raise ConfigError(f"{name}={value} must be >= 1; give the size of the expert block")
         self.num_experts, self.dim, self.hidden_dim = num_experts, dim, hidden_dim
         self.activation, self.gated = activation, is_gated(activation)
-        if save not in (*mlp.SAVE_MODES, "auto"):
-            raise ConfigError(f"save={save!r} is unknown; use one of {', '.join(mlp.SAVE_MODES)}, auto")
+        if save not in (*scheme.SAVE_MODES, "auto"):
+            raise ConfigError(f"save={save!r} is unknown; use one of {', '.join(scheme.SAVE_MODES)}, auto")
         if save == "half" and not self.gated:
             raise ConfigError(f"save='half' keeps one half of a gated unit, and {activation!r} has none; use 'input' or 'preact'")
         if save == "auto" and save_budget is None:
@@ -183,8 +183,8 @@ class FusedExpertMLP(nn.Module):
             raise ConfigError(f"backend={backend!r} is unknown; use one of {', '.join(BACKENDS)}")
         if chunk_tokens is not None and chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens={chunk_tokens} must be >= 1; use None for one chunk")
-        if layout not in mlp.LAYOUTS:
-            raise ConfigError(f"layout={layout!r} is unknown; use one of {', '.join(mlp.LAYOUTS)}")
+        if layout not in scheme.LAYOUTS:
+            raise ConfigError(f"layout={layout!r} is unknown; use one of {', '.join(scheme.LAYOUTS)}")
         if layout != "split" and not self.gated:
             raise ConfigError(f"layout={layout!r} joins gate and up, and {activation!r} has no gate; use layout='split'")
         self.save, self.backend, self.chunk_tokens, self.layout, self.save_budget = (
@@ -236,10 +236,10 @@ class FusedExpertMLP(nn.Module):
                 bound = 1.0 / math.sqrt(value.shape[-1])
                 nn.init.uniform_(value, -bound, bound)
 
-    def weights(self) -> mlp.Weights:
+    def weights(self) -> scheme.Weights:
         """The parameters as local tensors in the module's own layout (differentiable)."""
         found = (self._weight(n) for n in _NAMES)
-        return mlp.Weights(*(w.to_local() if isinstance(w, DTensor) else w for w in found))  # type: ignore[arg-type]
+        return scheme.Weights(*(w.to_local() if isinstance(w, DTensor) else w for w in found))  # type: ignore[arg-type]
 
     def costs(self, top_k: int, *, dtype: torch.dtype | None = None) -> ExpertCosts:
         """The formulas of this block for K slots a token."""
@@ -291,7 +291,7 @@ class FusedExpertMLP(nn.Module):
             return self.save
         T = x_TD.size(0)
         costs = self.costs(max(1, slots // max(T, 1)), dtype=x_TD.dtype)
-        modes = [m for m in reversed(mlp.SAVE_MODES) if self.gated or m != "half"]
+        modes = [m for m in reversed(scheme.SAVE_MODES) if self.gated or m != "half"]
         assert self.save_budget is not None
         for mode in modes:
             if costs.saved_bytes(T, mode) <= self.save_budget:
@@ -347,8 +347,8 @@ class FusedExpertMLP(nn.Module):
             kernels = resolve(self.backend, x_TD.device)
             gates = queue.slot_gates(gates_TK)
             expert_indices = queue.token_expert_indices if self.chunk_tokens else None
-            parts = mlp.pieces(kernels, queue.index, expert_indices, self.chunk_tokens or 0)
-            weights = mlp.weight_views(self.weights(), self.layout)
+            parts = scheme.pieces(kernels, queue.index, expert_indices, self.chunk_tokens or 0)
+            weights = scheme.weight_views(self.weights(), self.layout)
             save = self._save_mode(x_TD, queue.token_index_map.numel())
             y_TD, hiddens = mlp.forward_pieces(kernels, x_TD, gates, parts, weights, self.activation, save)
         return y_TD, ExpertSaved(x_TD, gates, parts, hiddens, save, queue.pair_order)
@@ -361,7 +361,7 @@ class FusedExpertMLP(nn.Module):
             )
         with torch.no_grad():
             kernels = resolve(self.backend, dy_TD.device)
-            weights = mlp.weight_views(self.weights(), self.layout)
+            weights = scheme.weight_views(self.weights(), self.layout)
             work = ExpertWeightWork(self, kernels, saved.x_TD, dy_TD)
             dxs, dgates = [], []
             for part in saved.parts:
@@ -372,7 +372,7 @@ class FusedExpertMLP(nn.Module):
                     saved.gates[part.tokens],
                     part.queue,
                     weights,
-                    mlp.take(saved.hiddens, part),
+                    scheme.take(saved.hiddens, part),
                     self.activation,
                     saved.save,
                 )
@@ -391,7 +391,7 @@ class FusedExpertMLP(nn.Module):
         New buffers are fp32 (fp64 for fp64 weights), zeros; an existing ``.grad`` is added to in its own dtype.
         """
         buffers = {}
-        for name, short in zip(_NAMES, ops.WEIGHTS, strict=True):
+        for name, short in zip(_NAMES, scheme.WEIGHTS, strict=True):
             parameter = self._weight(name)
             if parameter is not None and parameter.requires_grad:
                 buffers[short] = grad_buffer(parameter)

@@ -11,14 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmoe.kernels import mlp
+from torchmoe.kernels import mlp, scheme
 from torchmoe.kernels.backends import resolve
-from torchmoe.kernels.reference import accumulation_dtype
+from torchmoe.kernels.blocks import accumulation_dtype
+from torchmoe.kernels.scheme import WEIGHTS
 
 __all__ = ["build_queue", "combine", "expert_mlp", "gather"]
-
-WEIGHTS = ("w1", "w3", "w2", "b1", "b3", "b2")
-
 
 # ---- queue
 
@@ -98,7 +96,7 @@ def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _combine_backward(ctx: Any, d_TD: Tensor) -> tuple[Any, ...]:
     y_PD, gates, *rest = ctx.saved_tensors
-    index = mlp.Index(*rest)
+    index = scheme.Index(*rest)
     d_PD = _gather(d_TD, *index)
     if gates is None:
         return d_PD, None, None, None, None, None
@@ -107,8 +105,8 @@ def _combine_backward(ctx: Any, d_TD: Tensor) -> tuple[Any, ...]:
     if ctx.needs_input_grad[1]:
         exists = index.tokens >= 0
         ds_P = torch.where(exists[:, None], y_PD, 0).to(wide).mul(d_PD.to(wide)).sum(1)
-        dgates = mlp.slots_of_rows(ds_P, index, gates.dtype)
-    dy = (d_PD.to(wide) * mlp.rows_of_slots(gates, index)[:, None]).to(d_PD.dtype) if ctx.needs_input_grad[0] else None
+        dgates = scheme.slots_of_rows(ds_P, index, gates.dtype)
+    dy = (d_PD.to(wide) * scheme.rows_of_slots(gates, index)[:, None]).to(d_PD.dtype) if ctx.needs_input_grad[0] else None
     return dy, dgates, None, None, None, None
 
 
@@ -160,8 +158,8 @@ def _expert_mlp(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     kernels = resolve(backend, x.device)
-    weights = mlp.weight_views(mlp.Weights(w1, w3, w2, b1, b3, b2), layout)
-    parts = mlp.pieces(kernels, mlp.Index(tokens, offsets, index_map, token_offsets), expert_indices, chunk_tokens)
+    weights = scheme.weight_views(scheme.Weights(w1, w3, w2, b1, b3, b2), layout)
+    parts = scheme.pieces(kernels, scheme.Index(tokens, offsets, index_map, token_offsets), expert_indices, chunk_tokens)
     y, kept = mlp.forward_pieces(kernels, x, gates, parts, weights, activation, save)
     empty = x.new_empty(0)
     return y, empty if kept.h is None else kept.h, x.new_empty(0) if kept.a is None else kept.a
@@ -223,15 +221,15 @@ def _expert_mlp_backward(
 ) -> list[Tensor]:
     """Gradients of (x, gates, w1, w3, w2, b1, b3, b2); an empty tensor where ``needs`` says no."""
     kernels = resolve(backend, dy.device)
-    given = mlp.Weights(w1, w3, w2, b1, b3, b2)
-    weights = mlp.weight_views(given, layout)
-    whole = mlp.Index(
+    given = scheme.Weights(w1, w3, w2, b1, b3, b2)
+    weights = scheme.weight_views(given, layout)
+    whole = scheme.Index(
         offsets.new_empty(0) if tokens is None else tokens,
         offsets,
         offsets.new_empty(0) if index_map is None else index_map,
         token_offsets,
     )
-    parts = mlp.pieces(kernels, whole, expert_indices, chunk_tokens)
+    parts = scheme.pieces(kernels, whole, expert_indices, chunk_tokens)
     several = len(parts) > 1
     dx = torch.empty_like(dy) if needs[0] and several else None
     dgates = torch.empty_like(gates) if needs[1] and several else None
@@ -245,29 +243,27 @@ def _expert_mlp_backward(
     }
     views = grad_views(grads, layout)
     for part in parts:
-        dy_c, x_c = dy[part.tokens], None if x is None else x[part.tokens]
-        up, ds = mlp.backward_rows(
-            kernels, dy_c, x_c, gates[part.tokens], part.queue, weights, mlp.take(mlp.Hiddens(h, a), part), activation, save
+        dx_c, ds = mlp.backward(
+            kernels,
+            dy[part.tokens],
+            None if x is None else x[part.tokens],
+            gates[part.tokens],
+            part.queue,
+            weights,
+            scheme.take(scheme.Hiddens(h, a), part),
+            activation,
+            save,
+            need_x=needs[0],
+            grads=views,
+            accumulate=several,
         )
-        for name in ("w2", "b2"):
-            if name in views:
-                mlp.weight_gradient(kernels, name, up, x_c, dy_c, part.queue, views[name], several)
-        up.ag = up.ag.new_empty(0, up.ag.size(1))  # freed before dX~ is made
-        if needs[0]:
-            dx_c = mlp.input_gradient(kernels, up, part.queue, weights)
-            if dx is None:
-                dx = dx_c
-            else:
-                dx[part.tokens] = dx_c
-            del dx_c
-        for name in ("w1", "w3", "b1", "b3"):
-            if name in views:
-                mlp.weight_gradient(kernels, name, up, x_c, dy_c, part.queue, views[name], several)
-        if needs[1]:
-            if dgates is None:
-                dgates = ds
-            else:
-                dgates[part.tokens] = ds
+        if not several:
+            dx, dgates = dx_c, ds
+            continue
+        if dx is not None and dx_c is not None:
+            dx[part.tokens] = dx_c
+        if dgates is not None:
+            dgates[part.tokens] = ds
     nothing = [dy.new_empty(0) for _ in range(8)]
     for i, value in enumerate((dx, dgates)):
         if needs[i] and value is not None:
@@ -286,8 +282,8 @@ def grad_views(grads: dict[str, Tensor], layout: str) -> dict[str, Tensor]:
     if some is None:
         return {}
     filler = some.new_empty(0, 0, 0)
-    cut = mlp.weight_views(
-        mlp.Weights(grads.get("w1", filler), None, filler, grads.get("b1"), None, grads.get("b2")), layout
+    cut = scheme.weight_views(
+        scheme.Weights(grads.get("w1", filler), None, filler, grads.get("b1"), None, grads.get("b2")), layout
     )._asdict()
     out = {}
     for name, source in (("w1", "w1"), ("w3", "w1"), ("b1", "b1"), ("b3", "b1")):
@@ -381,9 +377,9 @@ for _device, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
 def expert_mlp(
     x_TD: Tensor,
     gates: Tensor,
-    index: mlp.Index,
+    index: scheme.Index,
     expert_indices: Tensor | None,
-    weights: mlp.Weights,
+    weights: scheme.Weights,
     *,
     activation: str,
     layout: str,

@@ -1,6 +1,7 @@
 """The kernels of the expert MLP in plain PyTorch: any device, any floating dtype. The Triton backend mirrors these functions.
 
-Letters: T tokens, K slots a token, P rows of the queue (T*K, or ``max_rows``), E experts, D model width, F expert width.
+Letters: T tokens, K slots a token, P rows of the queue (T*K, or ``max_rows``), E experts, D model width, F expert width,
+G columns of H (2F with a gated unit, else F), N rows of a block.
 Rows at or past ``expert_token_offsets[E]`` do not exist: they are neither read nor written. Sums run in fp32 (fp64 for fp64
 inputs) and are rounded once to the storage dtype. Every output element is written by one owner in a fixed order, so two runs
 are bit-equal. Nothing here knows autograd; :mod:`torchmoe.kernels.ops` does.
@@ -8,12 +9,11 @@ are bit-equal. Nothing here knows autograd; :mod:`torchmoe.kernels.ops` does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from torchmoe.kernels.activations import activate, activate_backward
+from torchmoe.kernels.blocks import GradSink, Scratch, accumulation_dtype, blocks, cut, project, segments, store
 
 __all__ = [
     "backward_hidden",
@@ -27,12 +27,7 @@ __all__ = [
 ]
 
 Hidden = Tensor | tuple[Tensor, Tensor]
-"""Pre-activations: one tensor [P, 2F] (gate columns first; [P, F] without a gated unit) or the pair (gate [P, F], up [P, F])."""
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp64 stays fp64, everything narrower is summed in fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+"""Pre-activations: one tensor [P, G] (gate columns first) or the pair (gate [P, F], up [P, F])."""
 
 
 def build_queue(expert_ids_TK: Tensor, num_experts: int, max_rows: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -84,31 +79,51 @@ def up_projection(
     """H = X[indices] W^T + b per expert, A = act(H) from H rounded to the storage dtype.
 
     Returns:
-        a_PF, and h_P2F (gated unit), h_PF (no gated unit, or ``gate_only``: the gate half alone) or None.
+        a_PF, and h [P, G] (``gate_only``: the gate columns [P, F] alone) or None.
     """
     P, F = expert_token_indices_P.numel(), w1_EFD.size(1)
-    glu, wide = w3_EFD is not None, accumulation_dtype(x_TD.dtype)
     a_PF = x_TD.new_empty(P, F)
-    columns = (2 * F if glu and not gate_only else F) if save_hidden else 0
-    h = x_TD.new_empty(P, columns) if save_hidden else None
-    for e, start, stop in _segments(expert_token_offsets_E1):
-        x_ND = x_TD.index_select(0, expert_token_indices_P[start:stop]).to(wide)
-        gate = h[start:stop, :F] if h is not None else x_TD.new_empty(stop - start, F)
-        _linear(x_ND, w1_EFD[e], b1_EF[e] if b1_EF is not None else None, gate)
-        up = None
-        if w3_EFD is not None:
-            up = h[start:stop, F:] if h is not None and not gate_only else x_TD.new_empty(stop - start, F)
-            _linear(x_ND, w3_EFD[e], b3_EF[e] if b3_EF is not None else None, up)
-        activate(gate, up, activation, out=a_PF[start:stop])
+    h = x_TD.new_empty(P, F if gate_only or w3_EFD is None else 2 * F) if save_hidden else None
+    scratch = Scratch(x_TD.device, x_TD.dtype)
+    for e, rows in blocks(expert_token_offsets_E1):
+        x_ND = scratch.gather("x", x_TD, expert_token_indices_P[rows])
+        target = None if h is None or gate_only else h[rows]
+        h_NG = hidden_block(scratch, x_ND, e, w1_EFD, w3_EFD, b1_EF, b3_EF, target)
+        if h is not None:
+            store(h[rows], h_NG[:, : h.size(1)])
+        a_NF = scratch.output("a", a_PF[rows], x_ND.size(0), F)
+        activate(h_NG, activation, out=a_NF)
+        store(a_PF[rows], a_NF)
     return a_PF, h
+
+
+def hidden_block(
+    scratch: Scratch,
+    x_ND: Tensor,
+    e: int,
+    w1_EFD: Tensor,
+    w3_EFD: Tensor | None,
+    b1_EF: Tensor | None,
+    b3_EF: Tensor | None,
+    target: Tensor | None,
+) -> Tensor:
+    """H [N, G] of a block of expert e, rounded to the storage dtype; computed in ``target`` where that can be."""
+    F = w1_EFD.size(1)
+    h_NG = scratch.output("h", target, x_ND.size(0), F if w3_EFD is None else 2 * F)
+    project(x_ND, scratch.wide("w", w1_EFD[e]), None if b1_EF is None else b1_EF[e], h_NG[:, :F])
+    if w3_EFD is not None:
+        project(x_ND, scratch.wide("w", w3_EFD[e]), None if b3_EF is None else b3_EF[e], h_NG[:, F:])
+    return scratch.round_(h_NG)
 
 
 def down_projection(a_PF: Tensor, expert_token_offsets_E1: Tensor, w2_EDF: Tensor, b2_ED: Tensor | None) -> Tensor:
     """Y = A W2^T + b2 per expert, [P, D]."""
     y_PD = a_PF.new_empty(a_PF.size(0), w2_EDF.size(1))
-    wide = accumulation_dtype(a_PF.dtype)
-    for e, start, stop in _segments(expert_token_offsets_E1):
-        _linear(a_PF[start:stop].to(wide), w2_EDF[e], b2_ED[e] if b2_ED is not None else None, y_PD[start:stop])
+    scratch = Scratch(a_PF.device, a_PF.dtype)
+    for e, rows in blocks(expert_token_offsets_E1):
+        y_ND = scratch.output("y", y_PD[rows], rows.stop - rows.start, y_PD.size(1))
+        project(scratch.wide("a", a_PF[rows]), scratch.wide("w", w2_EDF[e]), None if b2_ED is None else b2_ED[e], y_ND)
+        store(y_PD[rows], y_ND)
     return y_PD
 
 
@@ -119,26 +134,26 @@ def combine(y_PD: Tensor, token_index_map: Tensor, gates: Tensor | None, token_o
     [token_offsets[t], token_offsets[t+1]) of them (ragged top-k, expert choice).
     """
     wide = accumulation_dtype(y_PD.dtype if gates is None else torch.promote_types(y_PD.dtype, gates.dtype))
+    slots = token_index_map.reshape(-1)
     if token_offsets_T1 is None:
-        T, slots = token_index_map.shape
+        T, K = token_index_map.shape
+        ends = torch.arange(T + 1, device=slots.device) * K
     else:
-        T = token_offsets_T1.numel() - 1
-        counts = token_offsets_T1.diff()
-        slots = int(counts.max()) if T else 0
-    out = torch.zeros(T, y_PD.size(1), dtype=wide, device=y_PD.device)
-    if y_PD.size(0) == 0:
-        return out.to(y_PD.dtype)
-    for k in range(slots):
-        if token_offsets_T1 is None:
-            rows, gate = token_index_map[:, k], None if gates is None else gates[:, k]
-        else:
-            slot = (token_offsets_T1[:-1] + k).clamp(max=token_index_map.numel() - 1)
-            rows = torch.where(counts > k, token_index_map[slot], -1)
-            gate = None if gates is None else gates[slot]
-        part = y_PD.index_select(0, rows.clamp(min=0)).to(wide)
-        if gate is not None:
-            part.mul_(gate.to(wide)[:, None])
-        out += part.masked_fill_((rows < 0)[:, None], 0.0)
+        T, ends = token_offsets_T1.numel() - 1, token_offsets_T1.long()
+    weight = None if gates is None else gates.reshape(-1).to(wide)
+    # embedding_bag is torch's ordered sum of gathered, weighted rows. It reads every row it is told, so dropped slots leave
+    # its list.
+    kept = slots >= 0
+    if not bool(kept.all()):
+        before = torch.zeros(slots.numel() + 1, dtype=torch.int64, device=slots.device)
+        torch.cumsum(kept, 0, out=before[1:])
+        ends, slots = before[ends], slots[kept]
+        weight = None if weight is None else weight[kept]
+    if slots.numel() == 0 or T == 0:
+        return y_PD.new_zeros(T, y_PD.size(1))
+    out = torch.nn.functional.embedding_bag(
+        slots.long(), y_PD.to(wide), ends, mode="sum", per_sample_weights=weight, include_last_offset=True
+    )
     return out.to(y_PD.dtype)
 
 
@@ -163,56 +178,92 @@ def backward_hidden(
         a_PF: A where it was saved; else it is recomputed from ``h``, to the same bits.
 
     Returns:
-        dh (shape of h, a pair becomes [P, 2F]), gated A' [P, F], dgates [P] in fp32 (fp64).
+        dh [P, G] (also for a pair), gated A' [P, F], dgates [P] in fp32 (fp64).
     """
     P, F = expert_token_indices_P.numel(), w2_EDF.size(2)
-    wide = accumulation_dtype(dy_TD.dtype)
-    gate_PF, up_PF = _halves(h, F)
-    dh = dy_TD.new_empty(P, F if up_PF is None else 2 * F)
-    ag_PF = dy_TD.new_empty(P, F)
-    dgates_P = torch.empty(P, dtype=accumulation_dtype(torch.promote_types(wide, gates_P.dtype)), device=dy_TD.device)
-    for e, start, stop in _segments(expert_token_offsets_E1):
-        dy_ND = dy_TD.index_select(0, expert_token_indices_P[start:stop]).to(wide)
-        da_NF = torch.mm(dy_ND, w2_EDF[e].to(wide))
-        gate = gate_PF[start:stop]
-        up = up_PF[start:stop] if up_PF is not None else None
-        a_NF = ag_PF[start:stop]
-        if a_PF is None:
-            activate(gate, up, activation, out=a_NF)
-        else:
-            a_NF.copy_(a_PF[start:stop])
-        torch.linalg.vecdot(da_NF, a_NF.to(wide), out=dgates_P[start:stop]) if dgates_P.dtype == wide else dgates_P[
-            start:stop
-        ].copy_(torch.linalg.vecdot(da_NF, a_NF.to(wide)))
-        if b2_ED is not None:
-            dgates_P[start:stop] += torch.mv(dy_ND, b2_ED[e].to(wide))
-        s_N1 = gates_P[start:stop].to(wide)[:, None]
-        da_NF.mul_(s_N1)
-        activate_backward(
-            gate, up, da_NF, activation, out_gate=dh[start:stop, :F], out_up=dh[start:stop, F:] if up is not None else None
+    columns = 2 * F if isinstance(h, tuple) else h.size(1)
+    dh, ag_PF = dy_TD.new_empty(P, columns), dy_TD.new_empty(P, F)
+    scratch = Scratch(dy_TD.device, dy_TD.dtype)
+    dgates_P = torch.empty(P, dtype=torch.promote_types(scratch.dtype, gates_P.dtype), device=dy_TD.device)
+    for e, rows in blocks(expert_token_offsets_E1):
+        dy_ND = scratch.gather("dy", dy_TD, expert_token_indices_P[rows])
+        dh_NG = scratch.output("dh", dh[rows], dy_ND.size(0), columns)
+        a_NF = hidden_backward(
+            scratch,
+            dy_ND,
+            saved_hidden(scratch, h, rows),
+            gates_P[rows],
+            scratch.wide("w", w2_EDF[e]),
+            None if b2_ED is None else b2_ED[e],
+            activation,
+            a_NF=None if a_PF is None else a_PF[rows],
+            out_dh=dh_NG,
+            out_dgates=dgates_P[rows],
         )
-        if a_NF.dtype == wide:
-            a_NF.mul_(s_N1)
-        else:
-            a_NF.copy_(a_NF.to(wide).mul_(s_N1))
+        store(dh[rows], dh_NG)
+        store(ag_PF[rows], a_NF)
     return dh, ag_PF, dgates_P
+
+
+def saved_hidden(scratch: Scratch, h: Hidden, rows: slice) -> Tensor:
+    """Rows of saved pre-activations as one contiguous block in the accumulation dtype."""
+    if not isinstance(h, tuple):
+        return scratch.wide("h", h[rows])
+    F = h[0].size(1)
+    h_NG = scratch.take("h", rows.stop - rows.start, 2 * F)
+    h_NG[:, :F] = h[0][rows]
+    h_NG[:, F:] = h[1][rows]
+    return h_NG
+
+
+def hidden_backward(
+    scratch: Scratch,
+    dy_ND: Tensor,
+    h_NG: Tensor,
+    gates_N: Tensor,
+    w2_DF: Tensor,
+    b2_D: Tensor | None,
+    activation: str,
+    *,
+    a_NF: Tensor | None,
+    out_dh: Tensor,
+    out_dgates: Tensor,
+) -> Tensor:
+    """The equations of :func:`backward_hidden` on one block; dH is written, A' is returned (rounded to the storage dtype)."""
+    N, F = dy_ND.size(0), w2_DF.size(1)
+    da_NF, ag_NF, value_NF = (scratch.take(name, N, F) for name in ("da", "a", "value"))
+    torch.mm(dy_ND, w2_DF, out=da_NF)
+    activate(h_NG, activation, out=ag_NF, value=value_NF)
+    if a_NF is not None:
+        ag_NF.copy_(a_NF)
+    scratch.round_(ag_NF)
+    ds_N = torch.linalg.vecdot(da_NF, ag_NF)
+    if b2_D is not None:
+        ds_N += torch.mv(dy_ND, b2_D.to(scratch.dtype))
+    out_dgates.copy_(ds_N)
+    s_N1 = gates_N.to(scratch.dtype)[:, None]
+    activate_backward(h_NG, value_NF, da_NF.mul_(s_N1), activation, out=out_dh)
+    scratch.round_(out_dh)
+    return scratch.round_(ag_NF.mul_(s_N1))
 
 
 def input_grad(dh: Tensor, expert_token_offsets_E1: Tensor, w1_EFD: Tensor, w3_EFD: Tensor | None) -> Tensor:
     """dX~ = dH W1 (gate columns) + dH W3 (up columns), [P, D]; summed per token by :func:`combine` without gates."""
-    F, D = w1_EFD.shape[1:]
-    wide = accumulation_dtype(dh.dtype)
-    dxr_PD = dh.new_empty(dh.size(0), D)
-    for e, start, stop in _segments(expert_token_offsets_E1):
-        out = dxr_PD[start:stop]
-        rows = dh[start:stop].to(wide)
-        direct = out if out.dtype == wide else None
-        dx_ND = torch.mm(rows[:, :F], w1_EFD[e].to(wide), out=direct) if direct is not None else rows[:, :F] @ w1_EFD[e].to(wide)
-        if w3_EFD is not None:
-            dx_ND.addmm_(rows[:, F:], w3_EFD[e].to(wide))
-        if direct is None:
-            out.copy_(dx_ND)
+    dxr_PD = dh.new_empty(dh.size(0), w1_EFD.size(2))
+    scratch = Scratch(dh.device, dh.dtype)
+    for e, rows in blocks(expert_token_offsets_E1):
+        input_grad_block(scratch, scratch.wide("dh", dh[rows]), e, w1_EFD, w3_EFD, dxr_PD[rows])
     return dxr_PD
+
+
+def input_grad_block(scratch: Scratch, dh_NG: Tensor, e: int, w1_EFD: Tensor, w3_EFD: Tensor | None, out_ND: Tensor) -> None:
+    """dX~ of one block into ``out_ND``."""
+    F = w1_EFD.size(1)
+    dx_ND = scratch.output("dx", out_ND, dh_NG.size(0), out_ND.size(1))
+    torch.mm(dh_NG[:, :F], scratch.wide("w", w1_EFD[e]), out=dx_ND)
+    if w3_EFD is not None:
+        dx_ND.addmm_(dh_NG[:, F:], scratch.wide("w", w3_EFD[e]))
+    store(out_ND, dx_ND)
 
 
 def weight_grad_rows(
@@ -230,18 +281,15 @@ def weight_grad_rows(
     ``accumulate=False`` overwrites, with exact zeros for experts without rows. ``out`` [E, left columns, right columns] may be
     a strided view and of any floating dtype; it is rounded once.
     """
-    wide = accumulation_dtype(left.dtype)
-    if not accumulate:
-        out.zero_()
-    for e, start, stop in _segments(expert_token_offsets_E1):
-        lhs = _rows(left, left_indices_P, start, stop).to(wide)
-        rhs = _rows(right, right_indices_P, start, stop).to(wide)
-        if out.dtype == wide:
-            torch.addmm(out[e], lhs.t(), rhs, beta=1.0 if accumulate else 0.0, out=out[e])
-        elif accumulate:
-            out[e].copy_(torch.addmm(out[e].to(wide), lhs.t(), rhs))
-        else:
-            out[e].copy_(torch.mm(lhs.t(), rhs))
+    scratch = Scratch(left.device, left.dtype)
+    sink = GradSink(out, accumulate, scratch, "w")
+    for e, segment in segments(expert_token_offsets_E1):
+        if sink.begin(e, segment):
+            for rows in cut(segment):
+                sink.add_product(
+                    _rows(scratch, "left", left, left_indices_P, rows), _rows(scratch, "right", right, right_indices_P, rows)
+                )
+            sink.end(e)
     return out
 
 
@@ -254,41 +302,16 @@ def bias_grad_rows(
     accumulate: bool = True,
 ) -> Tensor:
     """out[e] (+)= sum over the rows of e of scale * row: db1, db3 (no scale) and db2 = sum of gate * dO."""
-    wide = accumulation_dtype(rows.dtype)
-    if not accumulate:
-        out.zero_()
-    for e, start, stop in _segments(expert_token_offsets_E1):
-        part = _rows(rows, indices_P, start, stop).to(wide)
-        total = part.sum(0) if scale_P is None else torch.mv(part.t(), scale_P[start:stop].to(wide))
-        out[e].copy_(out[e].to(wide) + total)
+    scratch = Scratch(rows.device, rows.dtype)
+    sink = GradSink(out, accumulate, scratch, "b")
+    for e, segment in segments(expert_token_offsets_E1):
+        if sink.begin(e, segment):
+            for block in cut(segment):
+                scale = None if scale_P is None else scale_P[block].to(scratch.dtype)
+                sink.add_rows(_rows(scratch, "rows", rows, indices_P, block), scale)
+            sink.end(e)
     return out
 
 
-def _segments(offsets_E1: Tensor) -> Iterator[tuple[int, int, int]]:
-    """(expert, first row, end row) of the experts that have rows."""
-    bounds = offsets_E1.tolist()
-    for e in range(len(bounds) - 1):
-        if bounds[e + 1] > bounds[e]:
-            yield e, bounds[e], bounds[e + 1]
-
-
-def _rows(values: Tensor, indices_P: Tensor | None, start: int, stop: int) -> Tensor:
-    return values[start:stop] if indices_P is None else values.index_select(0, indices_P[start:stop])
-
-
-def _halves(h: Hidden, F: int) -> tuple[Tensor, Tensor | None]:
-    if isinstance(h, tuple):
-        return h
-    return (h, None) if h.size(1) == F else (h[:, :F], h[:, F:])
-
-
-def _linear(x: Tensor, w: Tensor, b: Tensor | None, out: Tensor) -> None:
-    """out = round(x w^T + b); x is already in the accumulation dtype."""
-    w_t = w.to(x.dtype).t()
-    if out.dtype == x.dtype:
-        if b is None:
-            torch.mm(x, w_t, out=out)
-        else:
-            torch.addmm(b.to(x.dtype), x, w_t, out=out)
-    else:
-        out.copy_(torch.mm(x, w_t) if b is None else torch.addmm(b.to(x.dtype), x, w_t))
+def _rows(scratch: Scratch, name: str, values: Tensor, indices_P: Tensor | None, rows: slice) -> Tensor:
+    return scratch.wide(name, values[rows]) if indices_P is None else scratch.gather(name, values, indices_P[rows])
