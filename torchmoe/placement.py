@@ -1,7 +1,8 @@
 """Who owns what: the ranks, groups, layers, experts and sequences of a disaggregated run. Pure data, no communication.
 
 World order: replica by replica; inside a replica all attention groups ``A0, A1, ...``, then all FFN groups ``F0, F1, ...``.
-MoE layer ``l`` has its attention on ``A[l mod pA]`` and its experts on ``F[l mod pF]``; the head is on ``A[L mod pA]``.
+MoE layer ``l`` has its attention on ``A[l mod pA]`` and its experts on ``F[l mod pF]``; the head is on ``A[L mod pA]``, or as in
+the paper on the F group of the last layer (``head="ffn"``).
 """
 
 from __future__ import annotations
@@ -17,10 +18,22 @@ from torchmoe.errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Communicator", "Deadlines", "GroupId", "Placement", "Residual", "Role", "Where", "contiguous_owners", "split_range"]
+__all__ = [
+    "Communicator",
+    "Deadlines",
+    "GroupId",
+    "Head",
+    "Placement",
+    "Residual",
+    "Role",
+    "Where",
+    "contiguous_owners",
+    "split_range",
+]
 
 Role = Literal["attention", "ffn"]
 Residual = Literal["local", "direct", "ride"]
+Head = Literal["attention", "ffn"]
 LETTER: dict[str, str] = {"attention": "A", "ffn": "F"}
 
 
@@ -95,6 +108,8 @@ class Placement:
         num_experts: routed experts E of each MoE layer.
         replicas: whole A/F pipelines; their gradients are summed.
         owners: per layer, expert -> index in the layer's F group. Default: contiguous blocks, uneven sizes allowed.
+        head: where final norm, head and loss run: ``attention`` (group ``A[L mod pA]``) or ``ffn`` (the F group of the last
+            layer: an F -> F edge brings the last partial rows to the rank that is home of the sequence).
         deadlines: seconds after which waits give up.
 
     Raises:
@@ -107,6 +122,7 @@ class Placement:
     num_experts: int
     replicas: int = 1
     owners: Sequence[Sequence[int]] | None = None
+    head: Head = "attention"
     deadlines: Deadlines = field(default_factory=Deadlines)
 
     def __post_init__(self) -> None:
@@ -125,6 +141,8 @@ class Placement:
         for name in ("num_layers", "num_experts", "replicas"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.head not in ("attention", "ffn"):
+            raise ConfigError(f"head={self.head!r} is unknown; use 'attention' or 'ffn'")
         if self.owners is None:
             return
         owners = tuple(tuple(o) for o in self.owners)
@@ -188,7 +206,9 @@ class Placement:
 
     # ---- layers and experts
     def attention_group(self, layer: int) -> GroupId:
-        """Group of the attention stage of MoE layer ``layer``; ``layer == num_layers`` is the head."""
+        """Group of the attention stage of MoE layer ``layer``; ``layer == num_layers`` is the head, maybe on an F group."""
+        if layer == self.num_layers and self.head == "ffn":
+            return self.ffn_group(layer - 1)
         return GroupId("attention", layer % len(self.attention))
 
     def ffn_group(self, layer: int) -> GroupId:
@@ -201,6 +221,10 @@ class Placement:
     @property
     def embedding_group(self) -> GroupId:
         return self.attention_group(0)
+
+    def hands_over(self, layer: int) -> bool:
+        """Whether the unit above MoE layer ``layer`` is on another group than its attention: ids (and residual) must travel."""
+        return self.attention_group(layer) != self.attention_group(layer + 1)
 
     def stage_group(self, stage: int) -> GroupId:
         """Group that runs unit ``stage``: 2l attention of layer l, 2l + 1 its experts, 2L the head."""
@@ -251,6 +275,7 @@ class Placement:
             "d_combine": (b, f),
             "d_dispatch": (f, a),
             "ids": (a, b),
+            "labels": (a, b),
             "residual": (a, b),
             "d_residual": (b, a),
         }
@@ -267,26 +292,35 @@ class Placement:
         """
         name = kind
         uneven = len(self.attention) != len(self.ffn)
-        if kind in ("residual", "d_residual") or (uneven and kind not in ("counts", "ids")):
+        if kind in ("residual", "d_residual") or (uneven and kind not in ("counts", "ids", "labels")):
             src, dst = self.edge(kind, layer)
             name = f"{kind}:{src}{dst}"
-        if layer == self.num_layers - 1 and kind in ("d_combine", "d_residual"):
+        if layer == self.num_layers - 1 and (kind in ("d_combine", "d_residual") or (kind == "combine" and self.head == "ffn")):
             name += ":head"
         return name
 
+    def has_edge(self, kind: str, layer: int, residual: Residual) -> bool:
+        """Whether messages of a kind exist for MoE layer ``layer``: those of a hand-over only where the group changes."""
+        if kind == "ids":
+            return self.hands_over(layer)
+        if kind in ("residual", "d_residual"):
+            return self.hands_over(layer) and residual != "ride"
+        if kind == "labels":
+            return layer == self.num_layers - 1 and self.head == "ffn"
+        return True
+
     def communicators(self, residual: Residual) -> tuple[Communicator, ...]:
         """All communicators of every replica in one fixed order: every rank must create them in this order."""
-        kinds = ["counts", "dispatch", "combine", "d_combine", "d_dispatch"]
-        if len(self.attention) > 1:
-            kinds += ["ids"] + (["residual", "d_residual"] if residual == "direct" else [])
         out: dict[tuple[int, str], set[int]] = {}
         for replica in range(self.replicas):
-            for kind in kinds:
+            for kind in ("counts", "dispatch", "combine", "d_combine", "d_dispatch", "ids", "residual", "d_residual", "labels"):
                 for layer in range(self.num_layers):
+                    if not self.has_edge(kind, layer, residual):
+                        continue
                     src, dst = self.edge(kind, layer)
                     members = out.setdefault((replica, self.communicator(kind, layer)), set())
                     members |= {*self.ranks(src, replica), *self.ranks(dst, replica)}
-        return tuple(Communicator(name, tuple(sorted(m)), name in ("counts", "ids")) for (_, name), m in out.items())
+        return tuple(Communicator(name, tuple(sorted(m)), name in ("counts", "ids", "labels")) for (_, name), m in out.items())
 
     def attention_gradient_ranks(self, group: GroupId) -> tuple[int, ...]:
         """Ranks over which the gradients of an attention group's parameters are summed: the group in every replica."""

@@ -90,6 +90,7 @@ class M2NExchange:
             "residual": Layout((rows,)),
             "d_residual": Layout((rows,)),
             "ids": Layout((ids,)),
+            "labels": Layout(((1, torch.int64),)),
         }
         self._messages = Messages(
             placement,
@@ -200,6 +201,14 @@ class M2NExchange:
     def send_residual(self, key: Key, res_TD: Tensor, seqs: SequenceMap) -> Pending[None]:
         """The residual stream, to the next attention group."""
         return self._send_tokens("residual", key, self.placement.attention_group(key.layer + 1), seqs, res_TD)
+
+    def send_labels(self, key: Key, labels_T: Tensor, seqs: SequenceMap) -> Pending[None]:
+        """The labels of this rank's tokens, to the home ranks of its sequences (head='ffn', last layer)."""
+        return self._send_tokens("labels", key, self.placement.head_group, seqs, labels_T.reshape(-1, 1))
+
+    def post_labels(self, key: Key, seqs: SequenceMap) -> Pending[Tensor]:
+        """Receive the labels [T] of the sequences whose home is this rank."""
+        return self._post_tokens("labels", key, self.placement.attention_group(key.layer), seqs)
 
     def post_ids(self, key: Key, seqs: SequenceMap) -> Pending[Tensor]:
         """Receive the routing of this rank's tokens from the previous attention group: expert_ids_TK."""
@@ -348,6 +357,8 @@ class M2NExchange:
         total = seqs.num_tokens(self.where)
         if kind == "ids":
             self._check_shape("expert_ids_TK", tensor, total, self.top_k)
+        elif kind == "labels":
+            self._check_shape("labels", tensor, total, 1)
         else:
             self._check_rows(kind, tensor, total)
         ranks, parts, at = self._ranks(group), [], 0

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from torchmoe.comm.pending import Arrivals, Key, Pending
-from torchmoe.comm.transport import P2P, Transport
+from torchmoe.comm.transport import P2P, Transport, Work
 from torchmoe.comm.wire import Header, Layout
+from torchmoe.errors import ExchangeError
 from torchmoe.placement import Placement
 
 __all__ = ["Incoming", "Messages", "nothing"]
@@ -29,6 +30,27 @@ class Incoming(NamedTuple):
 
 def nothing() -> None:
     """The result of a send."""
+
+
+class _Halves:
+    """Sends and receives inside one group (F -> F, to the head), posted as one batch when both halves are there.
+
+    All ranks of the group send and receive at once, in the same order of batches. Apart, each rank's send would have to end
+    before its receive begins on a wire that keeps the order of a communicator.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.ops: list[P2P] = []
+        self.work: Work | None = None
+
+    def done(self) -> bool:
+        return self.work is not None and self.work.done()
+
+    def wait(self, timeout: float) -> None:
+        if self.work is None:
+            raise ExchangeError(f"{self.what}: waited for before its other half was posted; verify() the schedule first")
+        self.work.wait(timeout)
 
 
 class Messages:
@@ -57,6 +79,8 @@ class Messages:
         self._device, self._check = device, check
         self._arrivals = Arrivals(deferred=deferred)
         self._sequence: Counter[tuple[str, int, int]] = Counter()
+        self._halves: dict[tuple[str, Key], _Halves] = {}
+        self._to_self: dict[tuple[str, Key], Tensor] = {}  # a rank that is home of its own rows sends them through memory
 
     @staticmethod
     def what(side: str, kind: str, key: Key, number: int | None = None) -> str:
@@ -64,9 +88,12 @@ class Messages:
         text = "" if number is None else f" number {number}"
         return f"{side} {kind}{text} of layer {key.layer}, micro-batch {key.microbatch}"
 
-    def header(self, kind: str, key: Key, source: int, destination: int, rows: int) -> Header:
-        """The next header of this communicator and pair; counted where a message is posted, so both ends agree."""
-        pair = (self.placement.communicator(kind, key.layer), source, destination)
+    def header(self, kind: str, key: Key, source: int, destination: int, rows: int, *, arriving: bool = False) -> Header:
+        """The next header of this communicator and pair; counted where a message is posted, so both ends agree.
+
+        ``arriving`` tells the two ends of a message to oneself apart.
+        """
+        pair = (self.placement.communicator(kind, key.layer), source, -1 if arriving else destination)
         self._sequence[pair] += 1
         return Header(kind, key.layer, key.microbatch, self._sequence[pair], rows)
 
@@ -76,9 +103,22 @@ class Messages:
         """Hand ``ops`` to the transport."""
         self._arrivals.poll()
         what = self.what(side, kind, key, number)
-        work = self.transport.post(self.placement.communicator(kind, key.layer), ops, what)
+        work = self._start(kind, key, ops, what)
         size = sum(op.buffer.numel() for op in ops)
         return Pending(work, self.placement.deadlines.exchange, finish, what=what, num_bytes=size)
+
+    def _start(self, kind: str, key: Key, ops: Sequence[P2P], what: str) -> Work:
+        name = self.placement.communicator(kind, key.layer)
+        source, destination = self.placement.edge(kind, key.layer)
+        if source != destination:
+            return self.transport.post(name, ops, what)
+        first = self._halves.pop((kind, key), None)
+        if first is None:
+            first = self._halves[kind, key] = _Halves(what)
+            first.ops.extend(ops)
+            return first
+        first.work = self.transport.post(name, [*first.ops, *ops], f"{first.what} and {what}")
+        return first
 
     def send(
         self,
@@ -94,7 +134,11 @@ class Messages:
             if rows:
                 header = self.header(kind, key, self.transport.rank, rank, rows)
                 number = header.sequence if number is None else number
-                ops.append(P2P("send", rank, layout.pack(header, tensors, device=self._device, check=self._check)))
+                buffer = layout.pack(header, tensors, device=self._device, check=self._check)
+                if rank == self.transport.rank:
+                    self._to_self[kind, key] = buffer
+                else:
+                    ops.append(P2P("send", rank, buffer))
         return self.post(kind, key, "send", ops, finish, number=number)
 
     def receive(
@@ -112,13 +156,16 @@ class Messages:
         ops, incoming = [], []
         for (source, n), part in zip(sources, slices, strict=True):
             if n:
-                layout.mark(part)
-                ops.append(P2P("recv", source, part))
-                incoming.append(Incoming(part, self.header(kind, key, source, self.transport.rank, n), source))
+                if source != self.transport.rank:
+                    layout.mark(part)
+                    ops.append(P2P("recv", source, part))
+                incoming.append(Incoming(part, self.header(kind, key, source, self.transport.rank, n, arriving=True), source))
 
         def done() -> T_co:
             for part, header, source in incoming:
                 what = f"{self.what('recv', kind, key, header.sequence)} from rank {source}"
+                if source == self.transport.rank:
+                    part.copy_(self._to_self.pop((kind, key)))
                 self._arrivals.check(layout, part, header, what)
             return finish(buffer, slices)
 

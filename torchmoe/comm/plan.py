@@ -67,6 +67,12 @@ class Plan:
             raise ConfigError(
                 "overflow='drop' with residual='ride' would drop a token's residual; use overflow='raise' or 'grow'"
             )
+        if self.placement.head == "ffn" and self.placement.size(self.placement.head_group) != self.placement.attention[0]:
+            raise ConfigError(
+                f"sizes='fixed' with head='ffn' on {self.placement.size(self.placement.head_group)} ranks and "
+                f"attention={list(self.placement.attention)}: F ranks do not know how a fixed message is cut for a next group of "
+                "another size; use groups of one size or sizes='exact'"
+            )
         if len(set(self.placement.attention)) > 1:
             raise ConfigError(
                 f"sizes='fixed' with attention={list(self.placement.attention)}: F ranks do not know how a fixed message is cut "

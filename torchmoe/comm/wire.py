@@ -22,7 +22,7 @@ from torchmoe.errors import ConfigError, ExchangeError
 
 __all__ = ["COUNTS_HEADER", "KINDS", "Header", "Layout", "checksum", "pack_counts", "unpack_counts"]
 
-KINDS = ("counts", "ids", "dispatch", "combine", "residual", "d_dispatch", "d_combine", "d_residual")
+KINDS = ("counts", "ids", "dispatch", "combine", "residual", "d_dispatch", "d_combine", "d_residual", "labels")
 COUNTS_HEADER = 6  # int64 words: sequence number, layer, micro-batch, checksum, plan, rows of the dispatch that follows
 _CHECKED = (1 << 23) - 15  # checksums are below this prime and never 0, which says "not computed"
 _MARK = 0x70E6_0D0F_ACE5_5A17

@@ -35,6 +35,7 @@ KINDS: dict[str, Kind] = {
     "ids": Kind(0, 2, True),
     "residual": Kind(0, 2, True),
     "combine": Kind(1, 2, True),
+    "labels": Kind(0, 2, True),
     "d_combine": Kind(2, 1, False),
     "d_residual": Kind(2, 0, False),
     "d_dispatch": Kind(1, 0, False),
@@ -105,29 +106,34 @@ class Messages:
     """What each unit receives and sends, in order."""
 
     def __init__(self, placement: Placement, residual: Residual) -> None:
-        self.many = len(placement.attention) > 1
-        self.direct = self.many and residual == "direct"
+        self.placement, self.residual = placement, residual
         self.head = 2 * placement.num_layers
+
+    def _those(self, layer: int, *kinds: str) -> tuple[str, ...]:
+        return tuple(k for k in kinds if self.placement.has_edge(k, layer, self.residual))
 
     def received(self, stage: int, forward: bool) -> tuple[str, ...]:
         if stage % 2:
             return ("counts", "dispatch") if forward else ("d_combine",)
+        layer = stage // 2
         if forward:
-            return () if stage == 0 else (*(("ids",) if self.many else ()), "combine", *(("residual",) if self.direct else ()))
-        return () if stage == self.head else ("d_dispatch", *(("d_residual",) if self.direct else ()))
+            return () if stage == 0 else self._those(layer - 1, "ids", "labels", "combine", "residual")
+        return () if stage == self.head else self._those(layer, "d_dispatch", "d_residual")
 
     def sent(self, stage: int, forward: bool) -> tuple[str, ...]:
         if stage % 2:
             return ("combine",) if forward else ("d_dispatch",)
-        direct = self.direct
+        layer = stage // 2
         if forward:
-            if stage == self.head:
-                return ()
-            return ("counts", *(("ids",) if self.many else ()), "dispatch", *(("residual",) if direct else ()))
-        return () if stage == 0 else ("d_combine", *(("d_residual",) if direct else ()))
+            return () if stage == self.head else self._those(layer, "counts", "ids", "labels", "dispatch", "residual")
+        return () if stage == 0 else self._those(layer - 1, "d_combine", "d_residual")
+
+    def sized_here(self, stage: int) -> bool:
+        """Whether a combine's size is known once the attention below has run, because that is on the same group."""
+        return not self.placement.hands_over(stage // 2 - 1)
 
 
-_SIZERS = ("counts", "ids")  # their content gives the size of the messages after them
+_SIZERS = ("counts", "ids", "labels")  # their content gives the size of the messages after them
 
 
 class _Receives:
@@ -171,7 +177,7 @@ class _Receives:
     def _size_known(self, s: int, m: int, kind: str, ran: set[tuple[int, int]]) -> bool:
         if not self.forward:
             return (s, m) in ran
-        return kind == "combine" and not self.messages.many and (s - 2, m) in ran
+        return kind == "combine" and self.messages.sized_here(s) and (s - 2, m) in ran
 
 
 def _lower_group(actions: tuple[Action, ...], messages: Messages, look_ahead: int) -> list[Action]:

@@ -6,7 +6,7 @@ The two share the dense maths (attention, norms, router) and nothing of the expe
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,7 @@ class Case:
     owners: tuple[tuple[int, ...], ...] | None = None
     cycle: int | None = None
     shape: Shape = field(default_factory=Shape)
+    head: Literal["attention", "ffn"] = "attention"
     options: dict[str, Any] = field(default_factory=dict)  # of M2NExchange
 
     @property
@@ -62,6 +63,7 @@ class Case:
             num_experts=self.shape.experts,
             replicas=self.replicas,
             owners=self.owners,
+            head=self.head,
         )
 
     def length(self, mb: int) -> tuple[int, ...]:
@@ -168,8 +170,10 @@ class Dense:
     def embed(self, mb: int, sequences: range) -> Tensor:
         return self.p["emb"][torch.cat([self.data.tokens[mb][q][:-1] for q in sequences] or [torch.zeros(0, dtype=torch.long)])]
 
-    def loss(self, h_TD: Tensor, mb: int, sequences: range) -> Tensor:
-        labels = torch.cat([self.data.tokens[mb][q][1:] for q in sequences] or [torch.zeros(0, dtype=torch.long)])
+    def labels(self, mb: int, sequences: range) -> Tensor:
+        return torch.cat([self.data.tokens[mb][q][1:] for q in sequences] or [torch.zeros(0, dtype=torch.long)])
+
+    def loss(self, h_TD: Tensor, labels: Tensor) -> Tensor:
         logits = rms(h_TD, self.p["norm"]) @ self.p["head"]
         return F.cross_entropy(logits, labels, reduction="sum") / self.data.num_tokens
 
@@ -192,7 +196,7 @@ def reference(case: Case, data: Data) -> tuple[float, dict[str, Tensor], dict[tu
                 y_TD = y_TD + gate_T * ((F.silu(x_TD @ w1.T) * (x_TD @ w3.T)) @ w2.T)
             assert r.aux is not None
             h_TD, total, ids[layer, m] = res_TD + y_TD, total + r.aux, r.expert_ids_TK
-        total = total + dense.loss(h_TD, m, everything)
+        total = total + dense.loss(h_TD, dense.labels(m, everything))
     total.backward()
     return total.item(), {k: v.grad if v.grad is not None else torch.zeros_like(v) for k, v in params.items()}, ids
 
@@ -258,5 +262,5 @@ def build_stages(case: Case, data: Data, where: Where, params: dict[str, Tensor]
         attention=attention,
         experts=experts,
         embedding=(lambda mb: dense.embed(mb.index, sequences(mb))) if where.group == pl.embedding_group else None,
-        head=(lambda h_TD, mb: dense.loss(h_TD, mb.index, sequences(mb))) if where.group == pl.head_group else None,
+        head=(lambda h_TD, mb: dense.loss(h_TD, mb.target)) if where.group == pl.head_group else None,
     )

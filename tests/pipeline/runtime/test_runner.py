@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.pipeline.runtime.af_model import Case, Data, build_stages, parameters, reference
+from tests.pipeline.runtime.af_model import Case, Data, Dense, build_stages, parameters, reference
 from torchmoe.comm.m2n import M2NExchange
 from torchmoe.errors import ConfigError, ScheduleError
 from torchmoe.pipeline.lower import lower
@@ -52,6 +52,12 @@ CASES = {
     ),
     "[3,2]A[1,2]F, ride, ranks without sequences": Case((3, 2), (1, 2), sequences=2, options={"residual": "ride"}),
     "two replicas of [1,1]A[1,2]F, ride": Case((1, 1), (1, 2), replicas=2, options={"residual": "ride"}),
+    "2A2F, head on F": Case((2,), (2,), head="ffn"),
+    "1A3F, head on F": Case((1,), (3,), sequences=5, head="ffn"),
+    "[2,1]A[1,2]F, head on F": Case((2, 1), (1, 2), head="ffn"),
+    "[1,1]A[2,1]F, L = 4, head on F, ragged": Case((1, 1), (2, 1), layers=4, lengths=((5, 0, 9, 3), (0, 0, 1, 6)), head="ffn"),
+    "two replicas of [1,1]A[1,2]F, head on F, ride": Case((1, 1), (1, 2), replicas=2, head="ffn", options={"residual": "ride"}),
+    "[2,1]A[1,2]F, head on F, slots": Case((2, 1), (1, 2), head="ffn", options={"combine": "slots"}),
     "1A3F, one rank owns no expert": Case((1,), (3,), owners=((0, 2, 0, 2, 0, 2),) * 3),
 }
 
@@ -73,14 +79,19 @@ def run_case(ctx: Any, case: Case) -> dict[str, Any]:
     )
     lengths = [case.length(m) for m in range(case.microbatches)]
     losses: list[Tensor] = []
-    runner.step(losses=losses, lengths=lengths)
+    where, dense = exchange.where, Dense(case, data, params)
+    targets = None
+    if where.role == "attention":
+        mine = pl.sequences(where.group, where.index, case.sequences, where.replica)
+        targets = [dense.labels(m, mine) for m in range(case.microbatches)]
+    runner.step(losses=losses, lengths=lengths, target_mbs=targets)
     sent = defaultdict(int)
     for message in transport.log():
         sent[message.destination] += 1
     aux = 0.0 if runner.aux_loss is None else float(runner.aux_loss)
     events = list(runner.events)
     eval_losses: list[Tensor] = []
-    runner.eval(losses=eval_losses, lengths=lengths)
+    runner.eval(losses=eval_losses, lengths=lengths, target_mbs=targets)
     return {
         "loss": float(sum(losses)) + aux,
         "eval": float(sum(eval_losses)) + (0.0 if runner.aux_loss is None else float(runner.aux_loss)),
@@ -108,7 +119,7 @@ def test_every_layout_equals_one_process(name: str) -> None:
         assert relative(got, want) < 1e-10, f"{key}: {relative(got, want):.1e}"
 
 
-@pytest.mark.parametrize("name", ["2A2F", "[2,1]A[1,2]F", "[2,3,1]A[2,1,2]F"])
+@pytest.mark.parametrize("name", ["2A2F", "[2,1]A[1,2]F", "[2,3,1]A[2,1,2]F", "1A3F, head on F", "[2,1]A[1,2]F, head on F"])
 def test_no_deadlock_where_operations_wait_for_earlier_ones_of_their_communicator(name: str) -> None:
     """As on NCCL; gloo (the other tests) waits for nothing."""
     case = CASES[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,12 +49,14 @@ class AttentionRole:
     def __init__(self, stages: Stages, exchange: M2NExchange) -> None:
         self._stages, self._exchange = stages, exchange
         self._num_layers = exchange.placement.num_layers
-        self._many = len(exchange.placement.attention) > 1
+        self._hands_over = [exchange.placement.hands_over(layer) for layer in range(self._num_layers)]
+        """Per layer: the unit above it is on another group."""
         self._ride = exchange.residual == "ride"
         self._batch = Batch([], [], train=True)
         self._dispatched: dict[Key, _Dispatched] = {}
         self._combined: dict[Key, _Combined] = {}
         self._head: dict[Key, tuple[Tensor, Tensor]] = {}
+        self._labels: dict[Key, Tensor] = {}
 
     def key(self, action: Action) -> Key:
         return key_of(action)
@@ -67,9 +69,10 @@ class AttentionRole:
         self._dispatched.clear()
         self._combined.clear()
         self._head.clear()
+        self._labels.clear()
 
     def left(self) -> list[Key]:
-        return [*self._dispatched, *self._combined, *self._head]
+        return [*self._dispatched, *self._combined, *self._head, *self._labels]
 
     # ---- compute
     def compute(self, action: Action, key: Key) -> None:
@@ -90,7 +93,8 @@ class AttentionRole:
             h_TD = leaf
         if key.layer == self._num_layers:
             assert self._stages.head is not None and leaf is not None
-            loss = self._stages.head(h_TD, mb)
+            labels = self._labels.pop(Key(key.layer - 1, key.microbatch), None)
+            loss = self._stages.head(h_TD, mb if labels is None else replace(mb, target=labels))
             batch.losses.append(loss.detach())
             if batch.train:
                 self._head[key] = loss, leaf
@@ -105,7 +109,7 @@ class AttentionRole:
             aux = routing.aux.detach()
             batch.aux_loss = aux if batch.aux_loss is None else batch.aux_loss + aux
         self._dispatched[key] = _Dispatched(tuple(outputs), leaf, routing.expert_ids_TK, route)
-        if not self._many:
+        if not self._hands_over[key.layer]:
             self._combined[key] = _Combined(route)
 
     def _enter(self, key: Key) -> Tensor:
@@ -116,14 +120,15 @@ class AttentionRole:
         if self._ride:
             h_TD = returned.y_TD
         else:
-            residual = returned.res_TD if self._many else self._dispatched[below].outputs[0].detach()
+            over = self._hands_over[below.layer]
+            residual = returned.res_TD if over else self._dispatched[below].outputs[0].detach()
             assert residual is not None
             h_TD = returned.y_TD + residual
         returned.y_TD = returned.res_TD = None
         if self._batch.train:
             return h_TD.requires_grad_()
         del self._combined[below]
-        if not self._many:
+        if not self._hands_over[below.layer]:
             del self._dispatched[below]
         return h_TD
 
@@ -150,8 +155,9 @@ class AttentionRole:
         grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         returned = self._combined[below]
         returned.dy_TD = grad
-        returned.unsent = 2 if self._exchange.residual == "direct" else 1
-        if not self._many and not self._ride:
+        over = self._hands_over[below.layer]
+        returned.unsent = 2 if over and not self._ride else 1
+        if not over and not self._ride:
             self._dispatched[below].dres_TD = grad
 
     # ---- messages
@@ -165,12 +171,14 @@ class AttentionRole:
             if not r.unsent:
                 del self._combined[key]
             return pending
+        if edge == "labels":
+            return ex.send_labels(key, self._batch.mbs[key.microbatch].target, seqs)
         d = self._dispatched[key]
         if edge == "counts":
             return ex.send_counts(key, d.route, seqs)
         if edge == "dispatch":
             x_TD, gates_TK = d.outputs[0 if self._ride else 1], d.outputs[1 if self._ride else 2]
-            if self._ride and self._many and not self._batch.train:
+            if self._ride and self._hands_over[key.layer] and not self._batch.train:
                 del self._dispatched[key]
             return ex.send_dispatch(key, d.route, x_TD, gates_TK, d.expert_ids_TK)
         if edge == "ids":
@@ -189,6 +197,8 @@ class AttentionRole:
             return ex.post_d_dispatch(key, self._dispatched[key].route)
         if edge == "ids":
             return ex.post_ids(key, seqs)
+        if edge == "labels":
+            return ex.post_labels(key, seqs)
         if edge == "residual":
             return ex.post_residual(key, seqs)
         if edge == "d_residual":
@@ -207,5 +217,7 @@ class AttentionRole:
             d.dx_TD, d.dgates_TK = value
         elif edge == "d_residual":
             self._dispatched[key].dres_TD = value
+        elif edge == "labels":
+            self._labels[key] = value[:, 0]
         else:
             raise unknown_edge("attention", edge, key, "receive")

@@ -16,6 +16,7 @@ from torchmoe.comm.route import SequenceMap
 from torchmoe.errors import ConfigError, ScheduleError
 from torchmoe.pipeline.action import Schedule
 from torchmoe.pipeline.runtime.attention import AttentionRole
+from torchmoe.pipeline.runtime.both import ExpertsAndHeadRole
 from torchmoe.pipeline.runtime.engine import Engine
 from torchmoe.pipeline.runtime.experts import ExpertRole
 from torchmoe.pipeline.runtime.recorder import Recorder
@@ -62,7 +63,7 @@ class Runner:
                 self._check_schedule(s)
         self._check_stages()
         self._recorder = Recorder(exchange.transport.rank, str(self.where.group)) if trace else None
-        self._role = (AttentionRole if self.where.role == "attention" else ExpertRole)(stages, exchange)
+        self._role = self._make_role()
         self._engine = Engine(self._role, self._recorder)
         self.aux_loss: Tensor | None = None
         """Sum of the balancing losses of this rank's layers in the last step, already scaled; None without any."""
@@ -85,7 +86,8 @@ class Runner:
     ) -> None:
         """One forward and backward over all micro-batches; gradients accumulate, they are not summed over ranks here.
 
-        The signature is torchtitan's. F ranks need not pass anything.
+        The signature is torchtitan's. F ranks need not pass anything, but for ``lengths`` where they have the head; labels
+        then come from ``target_mbs`` of the last layer's attention ranks.
 
         Args:
             arg_mbs: per micro-batch, this rank's inputs: tokens [sequences, length] first.
@@ -121,6 +123,12 @@ class Runner:
         batch = self._batch(self.eval_schedule, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs, return_outputs, lengths)
         with torch.no_grad():
             self._run(self.eval_schedule, batch, losses)
+
+    def _make_role(self) -> AttentionRole | ExpertRole | ExpertsAndHeadRole:
+        if self.where.role == "attention":
+            return AttentionRole(self.stages, self.exchange)
+        has_head = self.where.group == self.placement.head_group
+        return (ExpertsAndHeadRole if has_head else ExpertRole)(self.stages, self.exchange)
 
     # ---- inputs
     def _check_schedule(self, schedule: Schedule) -> None:
@@ -177,7 +185,7 @@ class Runner:
                 raise ConfigError(
                     f"{name} has {len(value)} micro-batches, the schedule has {n}; build the schedule for that many"
                 )
-        if self.where.role == "ffn":
+        if self.where.role == "ffn" and self.where.group != self.placement.head_group:
             return Batch([], [], train=train)
         mbs = [
             MicroBatch(
@@ -197,7 +205,7 @@ class Runner:
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or len(set(sizes)) > 1:
             raise ConfigError(
                 f"the sequences of a micro-batch are unknown (attention={list(sizes)}, first input not [sequences, length] or "
-                "groups of unequal size); pass lengths= to step()"
+                "groups of unequal size, or an F rank that has the head); pass lengths= to step()"
             )
         mine, length = tokens.shape
         return (length,) * (mine * sizes[0] * self.placement.replicas)

@@ -84,7 +84,8 @@ def afpipe(
     bound = {name: _bound(g, placement, max(lengths), max_live) for name, g in groups.items()}
     head = 2 * placement.num_layers
     candidates = [_run(groups, head, bound, t, weights_held) for t in _TRANSFERS]
-    if len(placement.attention) == len(placement.ffn) and max_live is None and not weights_held:
+    chain = len(placement.attention) == len(placement.ffn) and placement.head == "attention"
+    if chain and max_live is None and not weights_held:
         candidates.append({name: _chain_order(g, p, placement.num_layers, lengths) for name, g in groups.items()})
     best = min(candidates, key=lambda orders: (round(_length(orders, head, transfer), 9), sum(_peaks(orders).values())))
     lists = {name: tuple(Action(s, op, m) for op, s, m in order) for name, order in best.items()}
