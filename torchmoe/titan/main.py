@@ -42,7 +42,7 @@ def check(run: dict[str, Any]) -> Any:
     Raises:
         ConfigError: one sentence with the value, the rule and the remedy.
     """
-    from torchmoe.titan.data import Sequences, TextDataLoader
+    from torchmoe.titan.data import Sequences
     from torchmoe.titan.text import check_folder, load_corpus
     from torchmoe.titan.trainer import DisagTrainer, check_config
     from torchmoe.titan.worker import prepare
@@ -58,13 +58,10 @@ def check(run: dict[str, Any]) -> Any:
     if config.training.steps < 1:
         raise ConfigError(f"training.steps={config.training.steps} must be at least 1; give --steps a positive number")
     placement = check_config(config)
-    if isinstance(config.dataloader, TextDataLoader.Config):
-        corpus = load_corpus(config.dataloader.folder)
-        for split in ("train", "held_out"):
-            what = f"{split.replace('_', '-')} part of the text of {corpus.name!r}"
-            Sequences(corpus.split(split), seq_len=config.training.seq_len, seed=None, what=what)
-    elif run["data"] is not None:
-        raise ConfigError(f"--data {run['data']}: the recipe reads its own data; leave --data out")
+    corpus = load_corpus(config.dataloader.folder)
+    for split in ("train", "held_out"):
+        what = f"{split.replace('_', '-')} part of the text of {corpus.name!r}"
+        Sequences(corpus.split(split), seq_len=config.training.seq_len, seed=None, what=what)
     return placement
 
 

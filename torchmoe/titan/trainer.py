@@ -140,7 +140,29 @@ def check_config(config: Any) -> Placement:
     if config.validator.enable:
         raise ConfigError("torchtitan's validator slices by its own mesh; use DisagTrainer.evaluate() and validator.enable=False")
     _schedules(placement, config.disag, batch // micro)
+    check_model(config.model_spec.model, placement)
     return placement
+
+
+def check_model(model_config: Any, placement: Placement) -> None:
+    """Refuse a model that cannot be split in this placement.
+
+    Raises:
+        ConfigError: tied embeddings across two groups, or a block that computes something else than its split form.
+    """
+    if getattr(model_config, "enable_weight_tying", False) and placement.embedding_group != placement.head_group:
+        raise ConfigError(
+            f"tied embeddings: the embedding is on {placement.embedding_group} and the head on {placement.head_group}; "
+            "untie them, or choose attention groups whose number divides the number of MoE layers"
+        )
+    seen = set()
+    for i, layer in enumerate(model_config.layers):
+        if getattr(layer, "moe", None) is None:
+            continue
+        kind = (type(layer), type(layer.attention), type(layer.moe), layer.moe.shared_experts is None)
+        if kind not in seen:
+            seen.add(kind)
+            check_block(layer, f"layers.{i}")
 
 
 def _schedules(placement: Placement, disag: DisagConfig, num_microbatches: int) -> Any:
@@ -163,7 +185,6 @@ def split_pipeline(
     """A ``ModelSpec.pipelining_fn``: (runner, [this rank's part], has the embedding, has the head)."""
     roles = parallel_dims.roles
     placement, where = roles.placement, roles.where
-    _check_blocks(model_config)
     moe = next(layer.moe for layer in model_config.layers if layer.moe is not None)
     part, stages, _ = split_model(model, placement, where, loss_fn=loss_fn)
     part.init_weights = lambda **_: initialise(part, parallel_dims.seed)
@@ -179,17 +200,6 @@ def split_pipeline(
     train, evaluate = _schedules(placement, parallel_dims.options, num_microbatches)
     runner = Runner(placement, train, stages=stages, exchange=exchange, eval_schedule=evaluate, trace=True)
     return runner, [part], where.group == placement.embedding_group, where.group == placement.head_group
-
-
-def _check_blocks(model_config: Any) -> None:
-    seen = set()
-    for i, layer in enumerate(model_config.layers):
-        if layer.moe is None:
-            continue
-        kind = (type(layer), type(layer.attention), type(layer.moe), layer.moe.shared_experts is None)
-        if kind not in seen:
-            seen.add(kind)
-            check_block(layer, f"layers.{i}")
 
 
 class DisagTrainer(Trainer):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchmoe.errors import ConfigError
 from torchmoe.titan.recipe import load_recipe
 from torchmoe.titan.text import byte_entropy
 
@@ -31,6 +32,13 @@ def quiet() -> None:
 def prepare(run: Mapping[str, Any], folder: Path) -> Any:
     """The recipe's config with the run's data, output folder and checkpoints."""
     config = load_recipe(run["module"], run["config"], run["options"])
+    from torchmoe.titan.data import TextDataLoader
+
+    if not isinstance(config.dataloader, TextDataLoader.Config):
+        raise ConfigError(
+            f"recipe {run['config']!r} reads its data by {type(config.dataloader).__qualname__}; this command needs byte "
+            "text (TextDataLoader), start other recipes with torchrun -m torchtitan.train"
+        )
     if run["data"] is not None:
         config.dataloader.folder = run["data"]
     if run["steps"] is not None:

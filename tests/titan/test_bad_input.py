@@ -1,0 +1,132 @@
+"""What cannot run is refused by the launcher in one sentence, before anything is launched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchmoe.titan import main as launcher
+from torchmoe.titan.output import History, choose_folder
+from torchmoe.titan.shims import ensure
+
+ensure()
+
+MODULE = ["--module", "tests.e2e.recipe"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.txt").write_text("some text to train on, long enough for sequences\n" * 40)
+    return str(folder)
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    """Run the launcher, which must neither start anything nor print a traceback; returns its sentence."""
+    monkeypatch.setattr(launcher, "_launch", lambda *_: pytest.fail("something was launched"))
+    assert launcher.main(arguments) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("ConfigError: ")
+    return lines[0]
+
+
+CASES: dict[str, tuple[list[str], str]] = {
+    "no such module": (["--module", "recipes.disag_tinny"], "recipe module 'recipes.disag_tinny' does not exist"),
+    "no such package": (["--module", "recepies.disag_tiny"], "no module 'recepies'"),
+    "no such recipe": (["--config", "cpu_9a9f"], "it has cpu_2a2f, cpu_4a4f, homogeneous, tied"),
+    "not disaggregated": (["--config", "homogeneous"], "torchrun -m torchtitan.train"),
+    "no steps": (["--steps", "0"], "training.steps=0 must be at least 1"),
+    "an empty group": (["--disag.attention", "0"], "attention=[0]: every group needs at least one rank"),
+    "more groups than layers": (["--disag.ffn", "1", "1", "1", "1"], "4 groups for 3 MoE layers"),
+    "a cycle below 2p": (["--config", "cpu_4a4f", "--disag.cycle", "3"], "cycle=3 with 2 groups per role: below 2p = 4"),
+    "fewer sequences than ranks": (
+        ["--parallelism.pipeline_parallel_microbatch_size", "1"],
+        "a micro-batch of 1 sequences over 2 attention ranks",
+    ),
+    "a batch that is no multiple": (["--training.local_batch_size", "18"], "is not a multiple of"),
+    "tied embeddings across groups": (["--config", "tied"], "tied embeddings: the embedding is on A0 and the head on A1"),
+    "another parallelism": (["--parallelism.expert_parallel_degree", "2"], "expert_parallel_degree=2"),
+    "no data folder": (["--data", "/no/such/folder"], "data folder '/no/such/folder' does not exist"),
+    "sequences too long for the text": (["--training.seq_len", "4000"], "one sequence needs 4001"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_refused_in_one_sentence(
+    name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, word = CASES[name]
+    base = [*([] if "--module" in arguments else MODULE), "--output", str(tmp_path / "out")]
+    base += [] if "--data" in arguments else ["--data", text]
+    assert word in refused(monkeypatch, capsys, [*base, *arguments])
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    arguments = [*MODULE, "--config", "cpu_2a2f", "--data", text, "--output", str(tmp_path / "file" / "out")]
+    assert "cannot be written" in refused(monkeypatch, capsys, arguments)
+
+
+@pytest.mark.parametrize(
+    "body, error", [("import no_such_package", "no_such_package"), ("from torchmoe import nothing", "nothing")]
+)
+def test_an_error_inside_a_recipe_is_shown_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, error: str
+) -> None:
+    name = f"broken_{error}"
+    (tmp_path / f"{name}.py").write_text(body + "\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ImportError, match=error):
+        launcher.main(["--module", name, "--config", "x"])
+
+
+def test_a_world_of_another_size_is_named() -> None:
+    from torchmoe.errors import ConfigError
+    from torchmoe.placement import Placement
+
+    placement = Placement(attention=[2, 2], ffn=[1, 1], num_layers=2, num_experts=8)
+    with pytest.raises(ConfigError, match=r"world size 5: attention=\[2, 2\] ffn=\[1, 1\] needs 6"):
+        placement.check_world(5)
+
+
+RUN: dict[str, Any] = {"module": "m", "config": "c", "options": [], "data": None, "steps": 3, "verbose": False}
+
+
+def test_an_unfinished_run_resumes_and_a_finished_one_is_left_alone(tmp_path: Path) -> None:
+    first, unfinished = choose_folder(tmp_path, "name", RUN)
+    assert (first.name, unfinished) == ("name", False)
+    assert choose_folder(tmp_path, "name", RUN) == (first, True)
+    (first / "summary.json").write_text("{}")
+    second, unfinished = choose_folder(tmp_path, "name", RUN)
+    assert (second.name, unfinished) == ("name-2", False)
+    assert choose_folder(tmp_path, "name", RUN) == (second, True)
+    (second / "summary.json").write_text("{}")
+    assert choose_folder(tmp_path, "name", RUN)[0].name == "name-3"
+    assert choose_folder(tmp_path, "other", RUN)[0].name == "other"
+
+
+def test_an_unfinished_run_of_other_options_is_not_continued(tmp_path: Path) -> None:
+    from torchmoe.errors import ConfigError
+
+    choose_folder(tmp_path, "name", RUN)
+    with pytest.raises(ConfigError, match=r"unfinished run with steps=3, this one has 4"):
+        choose_folder(tmp_path, "name", {**RUN, "steps": 4})
+
+
+def test_history_forgets_what_comes_after_the_checkpoint_and_half_a_line(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    assert history.read() == []
+    for step in range(1, 6):
+        history.append({"step": step, "loss": 1.0 / step})
+    with history.path.open("a") as f:
+        f.write('{"step": 6, "lo')
+    assert [r["step"] for r in history.read()] == [1, 2, 3, 4, 5]
+    history.start_after(3)
+    assert [r["step"] for r in history.read()] == [1, 2, 3]
