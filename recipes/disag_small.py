@@ -1,4 +1,4 @@
-"""A 1.9 B parameter qwen3-style MoE for one node of 8 GPUs. Built on the meta device by the tests; not yet run over NCCL."""
+"""A 1.7 B parameter qwen3-style MoE for one node of 8 GPUs. Built on the meta device by the tests; not yet run over NCCL."""
 
 from typing import Any
 

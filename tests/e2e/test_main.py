@@ -36,6 +36,14 @@ def worker(folder: Path, rank: int) -> int | None:
     return None
 
 
+def running(pid: int | None) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Start, kill rank 2 after step 6, start again."""
@@ -53,12 +61,15 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     while not (history.exists() and len(history.read_text().splitlines()) >= 6):
         assert time.monotonic() < end and first.poll() is None, first.communicate()[0]
         time.sleep(0.05)
-    pid = worker(folder, 2)
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    pids = [worker(folder, rank) for rank in range(4)]
+    assert all(pids), pids
+    os.kill(int(pids[2] or 0), signal.SIGKILL)
     killed = time.monotonic()
-    output, _ = first.communicate(timeout=120)
+    while any(running(pid) for pid in pids):
+        assert time.monotonic() < killed + 60
+        time.sleep(0.05)
     ended = time.monotonic() - killed
+    output, _ = first.communicate(timeout=120)
     second = subprocess.run(command(root / "out", text), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     return {"first": output, "code": first.returncode, "seconds": ended, "second": second, "folder": folder, "text": text}
 

@@ -82,7 +82,8 @@ def _launch(folder: Path, placement: Any) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    arguments = ["--standalone", "--nproc-per-node", str(placement.world_size), "-m", "torchmoe.titan.worker", str(folder)]
+    arguments = ["--standalone", "--nproc-per-node", str(placement.world_size), "--shutdown-timeout", "5"]
+    arguments += ["-m", "torchmoe.titan.worker", str(folder)]
     print(f"torchrun {' '.join(arguments)}", flush=True)
     try:
         torchrun(arguments)

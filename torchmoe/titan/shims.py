@@ -12,6 +12,7 @@ import inspect
 import os
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -161,6 +162,8 @@ def ensure() -> None:
     _accept_microbatches(PipelineScheduleMulti)
     if not torch.accelerator.is_available():
         _enable_cpu()
+        # torchtitan's router asks for fp32 autocast, which the CPU has not and does not need
+        warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
 
 
 def gloo_safe(parallelize_fn: Callable[..., Any]) -> Callable[..., Any]:
