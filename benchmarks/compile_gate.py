@@ -21,9 +21,9 @@ from torch import Tensor
 
 from torchmoe.kernels import launch as host
 from torchmoe.kernels import triton_backend as backend
-from torchmoe.kernels.tuning import Config
+from torchmoe.kernels.tuning import Config, default_config
 
-__all__ = ["TARGETS", "Launch", "Report", "Shape", "compile_launch", "launches"]
+__all__ = ["SHARED_LIMIT", "TARGETS", "Launch", "Report", "Shape", "compile_launch", "launches", "specialise"]
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
@@ -62,6 +62,11 @@ class Launch:
         return str(self.kernel.fn.__name__).removesuffix("_kernel")
 
     @property
+    def options(self) -> dict[str, int]:
+        """What goes to the compiler beside the constants."""
+        return {name: self.arguments[name] for name in ("num_warps", "num_stages") if name in self.arguments}
+
+    @property
     def config(self) -> Config:
         """The tile configuration of a grouped GEMM."""
         get = self.arguments
@@ -82,15 +87,15 @@ class Report:
     seconds: float
 
 
-def launches(shape: Shape, dtype: torch.dtype, configs: dict[str, Config] | None = None) -> list[Launch]:
-    """Every kernel that a forward and backward pass of a layer starts, in order; ``configs`` replaces choices by kernel."""
+def launches(shape: Shape, dtype: torch.dtype, target: str, configs: dict[str, Config] | None = None) -> list[Launch]:
+    """Every kernel that a forward and backward pass starts on a target, in order; ``configs`` replaces choices by kernel."""
     recorded: list[Launch] = []
 
     def record(kernel: Any, grid: tuple[int, ...], device: torch.device, **arguments: Any) -> None:
         recorded.append(Launch(kernel, arguments))
 
     def choose(key: Any, device: torch.device, start: Callable[[Config], None], rehearse: Any = None) -> None:
-        start((configs or {}).get(key.kernel) or host.tuner().config(key, device, start))
+        start((configs or {}).get(key.kernel) or default_config(key, SHARED_LIMIT[target], target))
 
     with _replaced(host, launch=record, run_gemm=choose):
         _whole_layer(shape, dtype)
@@ -103,10 +108,9 @@ def compile_launch(launch: Launch, target: str) -> Report:
     from triton.backends.compiler import GPUTarget
 
     started = time.perf_counter()
-    signature, constants, attributes = _specialise(launch)
+    signature, constants, attributes = specialise(launch)
     source = triton.compiler.ASTSource(launch.kernel, signature, constants, attributes)
-    options = {name: launch.arguments[name] for name in ("num_warps", "num_stages") if name in launch.arguments}
-    compiled = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
+    compiled = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=launch.options)
     read = _read_amd(compiled.asm["amdgcn"]) if target.startswith("gfx") else _read_nvidia(compiled.asm["cubin"])
     return Report(launch.name, target, *read, int(compiled.metadata.shared), time.perf_counter() - started)
 
@@ -136,7 +140,7 @@ def _whole_layer(shape: Shape, dtype: torch.dtype) -> None:
         backend.bias_grad_rows(dy, indices, gates, offsets, empty(E, D, kind=fp32))
 
 
-def _specialise(launch: Launch) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], list[list[Any]]]]:
+def specialise(launch: Launch) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], list[list[Any]]]]:
     """Signature, constants and attributes as Triton's launcher derives them: 1 is a constant, multiples of 16 are marked."""
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}

@@ -26,7 +26,7 @@ def activate(gate, up, ACTIVATION: tl.constexpr):
         result = _relu(gate) * up
     elif ACTIVATION == "clamped_swiglu":
         clamped = _clamp_above(gate)
-        result = clamped * tl.sigmoid(_ALPHA * clamped) * (_clamp_both(up) + 1.0)
+        result = clamped * tl.sigmoid(clamped * _ALPHA) * (_clamp_both(up) + 1.0)
     elif ACTIVATION == "silu":
         result = gate * tl.sigmoid(gate)
     elif ACTIVATION == "gelu":
@@ -56,8 +56,8 @@ def activate_gradient(gate, up, ACTIVATION: tl.constexpr):
         d_up = _relu(gate)
     elif ACTIVATION == "clamped_swiglu":
         clamped = _clamp_above(gate)
-        sigmoid = tl.sigmoid(_ALPHA * clamped)
-        slope = sigmoid * (1.0 + _ALPHA * clamped * (1.0 - sigmoid))
+        sigmoid = tl.sigmoid(clamped * _ALPHA)
+        slope = sigmoid * (1.0 + clamped * _ALPHA * (1.0 - sigmoid))
         d_gate = tl.where(gate > _LIMIT, 0.0, (_clamp_both(up) + 1.0) * slope)
         d_up = tl.where((up > _LIMIT) | (up < -_LIMIT), 0.0, clamped * sigmoid)
     elif ACTIVATION == "silu":

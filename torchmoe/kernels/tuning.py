@@ -89,13 +89,15 @@ def rows_bucket(rows: int, num_experts: int) -> int:
 
 
 def shared_memory_bytes(kernel: str, config: Config, itemsize: int) -> int:
-    """Shared memory of the pipelined operand tiles of one program: what the compiler allocates, within SLACK bytes.
+    """Shared memory of the pipelined operand tiles of one program: what the compiler allocates, at most SLACK bytes more.
 
-    The up-projection holds two right tiles per stage (gate and up).
+    The up-projection holds two right tiles a stage (gate and up). The weight gradient loads row indices one pipeline step
+    before the rows, so its stages give about half as many tiles.
     """
     rights = 2 if kernel == "up_projection" else 1
+    stages = (config.num_stages - 1) // 2 + 1 if kernel == "weight_grad" else config.num_stages
     tile = config.block_m * config.block_k + rights * config.block_n * config.block_k
-    return tile * config.num_stages * itemsize
+    return tile * stages * itemsize
 
 
 SLACK = 4096
@@ -111,10 +113,12 @@ def candidates(key: Key, architecture: str = "default") -> tuple[Config, ...]:
     """At most eight configurations worth measuring for a key, the preferred one first, from configs.json."""
     groups = _shipped()["architectures"]
     group = groups.get(architecture, groups["default"])
+    if isinstance(group, str):  # another architecture's table
+        group = groups[group]
     width = "wide" if key.itemsize > 2 else "half"
-    size = "many" if key.bucket >= 7 else "some" if key.bucket >= 5 else "few"
+    size = "many" if key.bucket >= 8 else "some" if key.bucket >= 5 else "few"
     table = group[f"{width}_{size}"]
-    return tuple(Config(*row) for row in table.get(key.kernel, table["any"]))
+    return tuple(Config(*row) for row in table.get(key.kernel) or table["any"])
 
 
 def default_config(key: Key, limit: int, architecture: str = "default") -> Config:
