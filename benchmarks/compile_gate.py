@@ -62,9 +62,10 @@ class Launch:
         return str(self.kernel.fn.__name__).removesuffix("_kernel")
 
     @property
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         """What goes to the compiler beside the constants."""
-        return {name: self.arguments[name] for name in ("num_warps", "num_stages") if name in self.arguments}
+        names = ("num_warps", "num_stages", "enable_fp_fusion")
+        return {"enable_fp_fusion": True, **{name: self.arguments[name] for name in names if name in self.arguments}}
 
     @property
     def config(self) -> Config:

@@ -42,7 +42,8 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, **arguments
         return
     guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with guard:
-        kernel[grid](**arguments)
+        # Said explicitly because Triton 3.10 changes the default.
+        kernel[grid](**{"enable_fp_fusion": True, **arguments})
 
 
 def run_gemm(

@@ -88,7 +88,7 @@ def up_projection(
             EVEN_N=F % config.block_n == 0,
             EVEN_K=D % config.block_k == 0,
             PRECISION=host.dot_precision(x_TD.dtype),
-            **_tile(config),
+            **_tile(config, x_TD.dtype),
             PARTS=host.epilogue_parts(config),
         )
 
@@ -128,7 +128,7 @@ def down_projection(a_PF: Tensor, expert_token_offsets_E1: Tensor, w2_EDF: Tenso
             EVEN_N=D % config.block_n == 0,
             EVEN_K=F % config.block_k == 0,
             PRECISION=host.dot_precision(a_PF.dtype),
-            **_tile(config),
+            **_tile(config, a_PF.dtype),
         )
 
     host.run_gemm(_key("down_projection", D, F, E, P, a_PF), device, start)
@@ -197,7 +197,7 @@ def backward_hidden(
             EVEN_N=F % config.block_n == 0,
             EVEN_K=D % config.block_k == 0,
             PRECISION=host.dot_precision(dy_TD.dtype),
-            **_tile(config),
+            **_tile(config, dy_TD.dtype),
             PARTS=host.epilogue_parts(config),
         )
 
@@ -263,7 +263,7 @@ def input_grad(dh: Tensor, expert_token_offsets_E1: Tensor, w1_EFD: Tensor, w3_E
             EVEN_N=D % config.block_n == 0,
             EVEN_K=F % config.block_k == 0,
             PRECISION=host.dot_precision(dh.dtype),
-            **_tile(config),
+            **_tile(config, dh.dtype),
         )
 
     host.run_gemm(_key("input_grad", D, F, E, P, dh), device, start)
@@ -291,6 +291,8 @@ def weight_grad_rows(
     host.check("weight_grad_rows", device, left.dtype, right=right)
     P = left.size(0) if left_indices_P is None else left_indices_P.numel()
     index = expert_token_offsets_E1  # stands in for an index list that is not read
+    # Rows in place are walked by a 64-bit base; only gathered ones need a wide offset of their own.
+    wide = host.index_64((left, (1,) if left_indices_P is None else (0, 1)), (right, (1,) if right_indices_P is None else (0, 1)))
 
     def start_into(target: Tensor, config: Config) -> None:
         tiles = -(-M // config.block_m) * -(-N // config.block_n)
@@ -308,7 +310,7 @@ def weight_grad_rows(
             "E": E,
             "E_POW2": host.power_of_two(E),
             "ACCUMULATE": accumulate,
-            "INDEX_64": host.index_64((left, (0, 1)), (right, (0, 1)), (target, (1, 2))),
+            "INDEX_64": wide or host.index_64((target, (1, 2))),
         }
         host.launch(
             weight_grad_kernel,
@@ -327,7 +329,7 @@ def weight_grad_rows(
             EVEN_N=N % config.block_n == 0,
             PRECISION=host.dot_precision(left.dtype),
             **shared,
-            **_tile(config),
+            **_tile(config, left.dtype),
             PARTS=host.epilogue_parts(config),
         )
         if slices:
@@ -382,7 +384,12 @@ def _key(kernel: str, left: int, right: int, num_experts: int, rows: int, like: 
     return Key(kernel, left, right, num_experts, like.element_size(), rows_bucket(rows, num_experts))
 
 
-def _tile(config: Config) -> dict[str, int]:
+def _tile(config: Config, dtype: torch.dtype) -> dict[str, int | bool]:
+    """The configuration as kernel arguments.
+
+    Half precision runs without contraction to fused multiply-adds, so that A has the same bits in the up-projection and in
+    the epilogue of the backward pass. Exact fp32 products are such multiply-adds themselves and need it.
+    """
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -390,6 +397,7 @@ def _tile(config: Config) -> dict[str, int]:
         "GROUP_M": config.group_m,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
+        "enable_fp_fusion": dtype == torch.float32,
     }
 
 
