@@ -57,7 +57,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         command(root / "out", text), cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     history = folder / "history.jsonl"
-    end = time.monotonic() + 240
+    end = time.monotonic() + 500
     while not (history.exists() and len(history.read_text().splitlines()) >= 6):
         assert time.monotonic() < end and first.poll() is None, first.communicate()[0]
         time.sleep(0.05)
@@ -70,7 +70,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         time.sleep(0.05)
     ended = time.monotonic() - killed
     output, _ = first.communicate(timeout=120)
-    second = subprocess.run(command(root / "out", text), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    second = subprocess.run(command(root / "out", text), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     return {"first": output, "code": first.returncode, "seconds": ended, "second": second, "folder": folder, "text": text}
 
 

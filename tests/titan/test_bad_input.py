@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from torchmoe.titan import main as launcher
-from torchmoe.titan.output import History, choose_folder
+from torchmoe.titan.output import History, choose_folder, hold
 from torchmoe.titan.shims import ensure
 
 ensure()
@@ -110,6 +110,14 @@ def test_an_unfinished_run_resumes_and_a_finished_one_is_left_alone(tmp_path: Pa
     (second / "summary.json").write_text("{}")
     assert choose_folder(tmp_path, "name", RUN)[0].name == "name-3"
     assert choose_folder(tmp_path, "other", RUN)[0].name == "other"
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    from torchmoe.errors import ConfigError
+
+    with hold(tmp_path), pytest.raises(ConfigError, match="in use by a running job"):
+        hold(tmp_path)
+    hold(tmp_path).close()
 
 
 def test_an_unfinished_run_of_other_options_is_not_continued(tmp_path: Path) -> None:

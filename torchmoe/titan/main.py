@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchmoe.errors import ConfigError, TorchMoEError
+from torchmoe.titan.output import choose_folder, hold
 from torchmoe.titan.worker import quiet
 
 __all__ = ["check", "main"]
@@ -79,6 +80,7 @@ def _describe(placement: Any, failures: dict[int, Any]) -> str:
 
 
 def _launch(folder: Path, placement: Any) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
@@ -87,6 +89,9 @@ def _launch(folder: Path, placement: Any) -> int:
     print(f"torchrun {' '.join(arguments)}", flush=True)
     try:
         torchrun(arguments)
+    except (KeyboardInterrupt, SignalException):
+        print("interrupted; the same command again resumes from the last checkpoint", file=sys.stderr, flush=True)
+        return 130
     except ChildFailedError as e:
         print(str(e), file=sys.stderr)
         print(_describe(placement, e.failures), file=sys.stderr)
@@ -109,15 +114,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     try:
         placement = check(run)
-        from torchmoe.titan.output import choose_folder
-
         folder, unfinished = choose_folder(options.output, options.name or options.config, run)
+        lock = hold(folder)
+        hold(folder, "worker").close()
     except TorchMoEError as e:
         print(f"{type(e).__name__}: {e}", file=sys.stderr)
         return 2
     print(placement.explain(), flush=True)
     print(f"{'continuing' if unfinished else 'writing'} {folder}", flush=True)
-    return _launch(folder, placement)
+    with lock:
+        return _launch(folder, placement)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torchmoe.errors import ConfigError
 
-__all__ = ["RUN", "SUMMARY", "History", "choose_folder"]
+__all__ = ["RUN", "SUMMARY", "History", "choose_folder", "hold"]
 
 RUN, SUMMARY = "run.json", "summary.json"
 
@@ -52,6 +52,23 @@ def _resume(folder: Path, before: Mapping[str, Any], run: Mapping[str, Any]) -> 
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"output folder {str(folder)!r} cannot be written; give --output another folder")
     return folder
+
+
+def hold(folder: Path, part: str = "launcher") -> IO[str]:
+    """Keep the folder for this process, as long as the returned file is open. Workers may outlive a killed launcher: two parts.
+
+    Raises:
+        ConfigError: another process runs in it.
+    """
+    import fcntl
+
+    lock = (folder / f".{part}.lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise ConfigError(f"{str(folder)!r} is in use by a running job; wait for it, or give --name another name") from None
+    return lock
 
 
 class History:

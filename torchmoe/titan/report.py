@@ -115,11 +115,13 @@ def closing_table(s: Mapping[str, Any]) -> str:
 def write_pictures(
     folder: Path, summary: Mapping[str, Any], history: Sequence[Mapping[str, Any]], events: Sequence[Event]
 ) -> list[str]:
-    """Draw what can be drawn; without matplotlib only the Perfetto trace. Returns the names written."""
+    """Draw what can be drawn; without matplotlib only the Perfetto trace, without events no timeline. Returns the names."""
     from torchmoe.titan import pictures
 
-    pictures.perfetto(events, folder / "step.perfetto.json")
-    names = ["step.perfetto.json"]
+    names = []
+    if events:
+        pictures.perfetto(events, folder / "step.perfetto.json")
+        names.append("step.perfetto.json")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -134,6 +136,8 @@ def write_pictures(
     }
     pictures.loss_picture(history, folder / "loss.png", levels=levels)
     pictures.load_picture(history, folder / "experts.png")
+    if not events:
+        return [*names, "loss.png", "experts.png"]
     title = f"step {summary['steps']} of {summary['run']['config']}: measured, one lane for compute and two for messages"
     pictures.timeline_picture(events, [folder / "step.png", folder / "step.svg"], title=title)
     return [*names, "loss.png", "experts.png", "step.png", "step.svg"]

@@ -174,6 +174,8 @@ def _refuse(model: Any, placement: Placement) -> None:
         raise ConfigError(
             f"the model has {len(plan.moe)} MoE layers, the placement {placement.num_layers}; build it from the model"
         )
+    if placement.head != "attention":
+        raise ConfigError(f"head={placement.head!r}: inside torchtitan the head runs on attention ranks; use head='attention'")
     if getattr(model, "enable_weight_tying", False) and placement.embedding_group != placement.head_group:
         raise ConfigError(
             f"tied embeddings: the embedding is on {placement.embedding_group} and the head on {placement.head_group}; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhaustedError
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
@@ -216,6 +217,7 @@ class DisagTrainer(Trainer):
 
     def __init__(self, config: Any) -> None:
         check_config(config)
+        self.finite_data = not getattr(config.dataloader, "infinite", True)
         super().__init__(config)
         part = self.model_parts[0]
         if isinstance(part, ExpertPart) and self.checkpointer.enable:
@@ -234,6 +236,7 @@ class DisagTrainer(Trainer):
     # ---- set-up
     def init_distributed(self) -> ParallelDims:
         config = self.config
+        os.environ.setdefault("LOG_RANK", "0")  # torchtitan warns unless the rank that logs the loss is in it
         dist_utils.init_distributed(
             config.comm, enable_cpu_backend=config.training.enable_cpu_offload, base_folder=config.dump_folder
         )
@@ -297,15 +300,15 @@ class DisagTrainer(Trainer):
         Raises:
             PeerLost: another rank died or failed; the message names it and says what this rank was waiting for.
         """
+        groups = self._read(data_iterator)
         with naming_the_dead(self.roles.placement, self.roles.rank, f"step {self.step}"):
-            self._train_step(data_iterator)
+            self._train_step(groups)
 
-    def _train_step(self, data_iterator: Iterator[Batch]) -> None:
+    def _train_step(self, groups: list[list[Batch]]) -> None:
         self.optimizers.zero_grad(set_to_none=True)
         lr_metrics = self.lr_schedulers.get_metrics()
         tokens = 0
         loss = torch.zeros((), dtype=torch.float64)
-        groups = self._read(data_iterator)
         valid = sum(int((labels != IGNORE_INDEX).sum()) for group in groups for _, labels in group)
         for group in groups:
             losses: list[Tensor] | None = [] if self.pp_has_last_stage else None
@@ -338,9 +341,27 @@ class DisagTrainer(Trainer):
             self.metrics_processor.log(self.step, loss_value, loss_value, grad_norm, extra_metrics=extra)
 
     def _read(self, data_iterator: Iterator[Batch]) -> list[list[Batch]]:
-        """The global micro-batches of every accumulation group. On FFN ranks, empty groups."""
+        """The global micro-batches of every accumulation group. On FFN ranks, empty groups.
+
+        Raises:
+            DataloaderExhaustedError: on all ranks, when a finite loader has not enough for a whole step.
+        """
         per_group = self.num_pipeline_parallel_microbatches if self.is_attention else 0
-        return [[next(data_iterator) for _ in range(per_group)] for _ in range(self.gradient_accumulation_steps)]
+        groups: list[list[Batch]] = []
+        ended: DataloaderExhaustedError | None = None
+        try:
+            for _ in range(self.gradient_accumulation_steps):
+                groups.append([next(data_iterator) for _ in range(per_group)])
+        except DataloaderExhaustedError as e:
+            ended = e
+        if self.finite_data:  # FFN ranks read nothing and must hear of the end
+            left = torch.tensor(int(ended is None), device=self.device)
+            dist.all_reduce(left, op=dist.ReduceOp.MIN)
+            if not left:
+                raise ended or DataloaderExhaustedError
+        elif ended is not None:
+            raise ended
+        return groups
 
     def _reduce(self) -> float:
         """Sum the gradients over the ranks that share the parameters, clip by the norm over both roles; returns the norm."""

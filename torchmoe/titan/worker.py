@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torchmoe.errors import ConfigError
+from torchmoe.errors import ConfigError, TorchMoEError
+from torchmoe.pipeline.trace import Event
+from torchmoe.titan.output import History, hold
 from torchmoe.titan.recipe import load_recipe
 from torchmoe.titan.text import byte_entropy
 
@@ -54,8 +58,6 @@ class _Progress:
     """History and progress line of rank 0 around every step."""
 
     def __init__(self, trainer: Any, folder: Path) -> None:
-        from torchmoe.titan.output import History
-
         self.trainer, self.inner = trainer, trainer.train_step
         self.first = dist.get_rank() == 0
         self.history = History(folder)
@@ -128,7 +130,6 @@ def _shape(trainer: Any, parameters: int) -> dict[str, Any]:
         "dim": exchange.dim,
         "itemsize": exchange.dtype.itemsize,
         "parameters": parameters,
-        "tokens": trainer.last_metrics["tokens"],
     }
 
 
@@ -157,22 +158,32 @@ def _count_parameters(trainer: Any) -> int:
     return int(total)
 
 
+def _keep_events(folder: Path, events: list[Event]) -> list[Event]:
+    """The last step's events; those kept before, if this process made no step (the run was killed while it evaluated)."""
+    path = folder / "events.json"
+    if events:
+        path.write_text(json.dumps(events))
+        return events
+    return [Event(*e) for e in json.loads(path.read_text())] if path.exists() else []
+
+
 def _finish(trainer: Any, run: Mapping[str, Any], folder: Path, history: Any) -> None:
     """Evaluate on all ranks, then let rank 0 write what is left behind."""
     from torchmoe.titan.report import closing_table, summarise, write_pictures, write_summary
 
-    events = list(trainer.runner.events)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, list(trainer.runner.events))
+    step_events = _keep_events(folder, [e for part in gathered for e in part]) if dist.get_rank() == 0 else []
     evaluation = _evaluate(trainer)
     parameters = _count_parameters(trainer)
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, events)
     if dist.get_rank() == 0:
         rows = history.read()
-        step_events = [e for part in gathered for e in part]
-        shape = _shape(trainer, parameters)
+        shape = {**_shape(trainer, parameters), "tokens": rows[-1]["tokens"]}
         summary = summarise(rows, step_events, evaluation, corpus=_corpus(trainer), shape=shape, run=run)
         summary["pictures"] = write_pictures(folder, summary, rows, step_events)
         print(closing_table(summary), flush=True)
+        if "loss.png" not in summary["pictures"]:
+            print("no pictures: matplotlib is not installed; pip install 'torchmoe[viz]'", flush=True)
         write_summary(folder, summary)
         print(f"left in {folder}: summary.json, checkpoint/, tb/, {', '.join(summary['pictures'])}", flush=True)
     dist.barrier()
@@ -181,6 +192,7 @@ def _finish(trainer: Any, run: Mapping[str, Any], folder: Path, history: Any) ->
 def train(run: Mapping[str, Any], folder: Path) -> None:
     """The whole job on this rank."""
     config = prepare(run, folder)
+    lock: AbstractContextManager[Any] = hold(folder, "worker") if os.environ["RANK"] == "0" else nullcontext()
     trainer = config.build()
     try:
         progress = _Progress(trainer, folder)
@@ -189,6 +201,7 @@ def train(run: Mapping[str, Any], folder: Path) -> None:
         _finish(trainer, run, folder, progress.history)
     finally:
         trainer.close()
+        lock.__exit__(None, None, None)
     dist.destroy_process_group()
 
 
@@ -197,7 +210,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = json.loads((folder / "run.json").read_text())
     if not run["verbose"]:
         quiet()
-    train(run, folder)
+    try:
+        train(run, folder)
+    except TorchMoEError as e:
+        print(f"rank {os.environ.get('RANK', '?')}: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
+        if run["verbose"]:
+            raise
+        os._exit(1)  # communicators of a failed run would block an orderly end
 
 
 if __name__ == "__main__":
