@@ -4,74 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchmoe.costs.experts import ExpertCosts
+from torchmoe.costs.experts import BLOCK_ROWS, ExpertCosts
 from torchmoe.dispatch import DispatchQueue
 from torchmoe.errors import ConfigError
 from torchmoe.kernels import mlp, ops, scheme
 from torchmoe.kernels.activations import is_gated
 from torchmoe.kernels.backends import BACKENDS, resolve
 from torchmoe.kernels.blocks import accumulation_dtype
+from torchmoe.plan import ExpertPlan
+from torchmoe.split_backward import ExpertSaved, ExpertWeightWork, grad_buffer
 
 __all__ = ["ExpertSaved", "ExpertWeightWork", "FusedExpertMLP", "RankExperts"]
 
 _NAMES = ("w1_EFD", "w3_EFD", "w2_EDF", "b1_EF", "b3_EF", "b2_ED")
 _JOINT = {"w1_EFD": "w13_EGD", "b1_EF": "b13_EG"}
-
-
-@dataclass
-class ExpertSaved:
-    """What :meth:`FusedExpertMLP.forward_saved` keeps for the backward; ``tensors`` lists it."""
-
-    x_TD: Tensor
-    gates: Tensor
-    parts: list[scheme.Piece]
-    hiddens: scheme.Hiddens
-    save: str
-    pair_order: Tensor | None = None
-
-    def tensors(self) -> list[Tensor]:
-        """Every tensor held, weights excluded."""
-        index = [t for p in self.parts for t in p.queue]
-        return [t for t in (self.x_TD, self.gates, *index, *self.hiddens, self.pair_order) if t is not None]
-
-
-@dataclass
-class ExpertWeightWork:
-    """The weight gradients of one unit. It holds x, dy, dH, A' and the queue until :meth:`run`, which may be called once."""
-
-    owner: FusedExpertMLP
-    kernels: ModuleType
-    x_TD: Tensor
-    dy_TD: Tensor
-    rows: list[tuple[scheme.Piece, mlp.Upstream]] = field(default_factory=list)
-    done: bool = False
-
-    def run(self) -> None:
-        """Add the gradients of every weight that requires one to its fp32 (fp64) ``.grad``, creating it at first."""
-        if self.done:
-            raise ConfigError("WeightWork.run was called twice on one unit; its gradients are already added, build a new one")
-        buffers = self.owner.grad_views()
-        for part, up in self.rows:
-            x, dy = self.x_TD[part.tokens], self.dy_TD[part.tokens]
-            for name, out in buffers.items():
-                mlp.weight_gradient(self.kernels, name, up, x, dy, part.queue, out, True)
-        self.done = True
-        self.rows.clear()
-        del self.x_TD, self.dy_TD
-
-    def tensors(self) -> list[Tensor]:
-        """Every tensor held until :meth:`run`."""
-        if self.done:
-            return []
-        rows = [t for part, up in self.rows for t in (up.dh, up.ag, up.gates_P, *part.queue) if t is not None]
-        return [self.x_TD, self.dy_TD, *rows]
 
 
 class FusedExpertMLP(nn.Module):
@@ -258,6 +209,28 @@ class FusedExpertMLP(nn.Module):
             weight_size=weight.dtype.itemsize,
         )
 
+    def plan(self, tokens: int, *, top_k: int, dtype: torch.dtype | None = None) -> ExpertPlan:
+        """Bytes kept, transients and FLOPs of one forward and backward over T tokens with K slots each; ``.explain()`` is text.
+
+        Args:
+            dtype: of the computation, where it is not the weights' (autocast).
+        """
+        weight = self._weight("w2_EDF")
+        assert weight is not None
+        costs = self.costs(top_k, dtype=dtype)
+        kernels = resolve(self.backend, weight.device)
+        name = kernels.__name__.rsplit(".", 1)[-1].removesuffix("_backend")
+        return ExpertPlan(costs, tokens, self._mode(tokens, costs), name, self.chunk_tokens or 0, self._tiles(tokens * top_k))
+
+    def _tiles(self, rows: int) -> tuple[str, ...]:
+        weight = self._weight("w2_EDF")
+        assert weight is not None
+        describe = getattr(resolve(self.backend, weight.device), "describe_tiles", None)
+        if describe is None:
+            return (f"blocks: at most {BLOCK_ROWS} rows of one expert",)
+        lines: tuple[str, ...] = describe(self.num_experts, self.dim, self.hidden_dim, rows, weight.dtype)
+        return lines
+
     # ---- autograd form
 
     def forward(self, x_TD: Tensor, queue: DispatchQueue, gates_TK: Tensor) -> Tensor:
@@ -290,13 +263,15 @@ class FusedExpertMLP(nn.Module):
         if self.save != "auto":
             return self.save
         T = x_TD.size(0)
-        costs = self.costs(max(1, slots // max(T, 1)), dtype=x_TD.dtype)
+        return self._mode(T, self.costs(max(1, slots // max(T, 1)), dtype=x_TD.dtype))
+
+    def _mode(self, tokens: int, costs: ExpertCosts) -> str:
+        """The save mode, or under "auto" the richest one that fits the budget ("input" where none does)."""
+        if self.save_budget is None or self.save != "auto":
+            return self.save
         modes = [m for m in reversed(scheme.SAVE_MODES) if self.gated or m != "half"]
-        assert self.save_budget is not None
-        for mode in modes:
-            if costs.saved_bytes(T, mode) <= self.save_budget:
-                return mode
-        return "input"
+        fitting = (m for m in modes if costs.saved_bytes(tokens, m) <= self.save_budget)  # type: ignore[operator]
+        return next(fitting, "input")
 
     def _check_call(self, x_TD: Tensor, queue: DispatchQueue, gates: Tensor) -> None:
         if x_TD.ndim != 2 or x_TD.size(1) != self.dim:
@@ -362,7 +337,7 @@ class FusedExpertMLP(nn.Module):
         with torch.no_grad():
             kernels = resolve(self.backend, dy_TD.device)
             weights = scheme.weight_views(self.weights(), self.layout)
-            work = ExpertWeightWork(self, kernels, saved.x_TD, dy_TD)
+            work = ExpertWeightWork(self.grad_views, kernels, saved.x_TD, dy_TD)
             dxs, dgates = [], []
             for part in saved.parts:
                 up, ds = mlp.backward_rows(
@@ -410,17 +385,6 @@ class FusedExpertMLP(nn.Module):
             f"layout={self.layout!r}, backend={self.backend!r}, chunk_tokens={self.chunk_tokens}, "
             f"save={self.save!r} (keeps {kept})"
         )
-
-
-def grad_buffer(parameter: nn.Parameter) -> Tensor:
-    """The local tensor of ``parameter.grad``, created as zeros in the accumulation dtype (fp32; fp64 for fp64)."""
-    if parameter.grad is None:
-        wide = accumulation_dtype(parameter.dtype)
-        if wide != parameter.dtype:
-            parameter.grad_dtype = wide
-        parameter.grad = torch.zeros_like(parameter, dtype=wide, memory_format=torch.contiguous_format)
-    grad = parameter.grad
-    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 class RankExperts:

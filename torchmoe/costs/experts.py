@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["SAVE_MODES", "ExpertCosts"]
+__all__ = ["BLOCK_ROWS", "SAVE_MODES", "ExpertCosts"]
 
 SAVE_MODES = ("input", "half", "preact", "all")
+BLOCK_ROWS = 512
 _INDEX_BYTES = 4
 
 
@@ -76,26 +77,47 @@ class ExpertCosts:
         index = (rows if chunked else 2 * rows) + self.num_experts + 1
         return data * self.element_size + rows * self.gate_size + index * _INDEX_BYTES
 
-    def forward_transient_bytes(self, tokens: int, save: str = "preact", *, chunk_tokens: int = 0) -> int:
-        """Largest extra memory of the forward: A [P, F] with Y [P, D] (and the output's fp32 sum [T, D] on the reference).
+    def forward_transient_bytes(self, tokens: int, save: str = "preact", *, chunk_tokens: int = 0, blocked: bool = False) -> int:
+        """Largest extra memory of the forward besides what is saved and the output: A [P, F] (unless saved) with Y [P, D].
 
-        A counts nothing where it is saved. With chunks, P is chunk_tokens * K.
+        With chunks P is chunk_tokens * K. ``blocked`` (reference backend): Y and scratch blocks of ``BLOCK_ROWS`` rows,
+        where A and, unless saved, H live only for a block.
         """
         rows = self._chunk(tokens, chunk_tokens) * self.top_k
-        columns = self.dim + (0 if save == "all" else self.hidden_dim)
-        return rows * columns * self.element_size
+        y = rows * self.dim * self.element_size
+        if not blocked:
+            return y + (0 if save == "all" else rows * self.hidden_dim * self.element_size)
+        n = min(rows, BLOCK_ROWS)
+        hidden = self.halves * self.hidden_dim
+        return y + n * (2 * self.dim + hidden + self.hidden_dim) * self._wide + self._narrow_weight
 
-    def backward_transient_bytes(self, tokens: int, save: str = "preact", *, chunk_tokens: int = 0) -> int:
+    def backward_transient_bytes(self, tokens: int, save: str = "preact", *, chunk_tokens: int = 0, blocked: bool = False) -> int:
         """Largest extra memory of the backward, gradients of the weights excluded.
 
         dH [P, halves F] lives throughout, with A' [P, F] (until dW2) or dX~ [P, D] (after it); what ``save`` repeats is added
-        while A' is made. Gates and gate gradients are [P] fp32.
+        while A' is made. Gates and gate gradients are [P] fp32. ``blocked``: dX~ and scratch blocks (x, dO, dX rows, H, dH,
+        dA, A, the gate's activation).
         """
         rows = self._chunk(tokens, chunk_tokens) * self.top_k
+        scalars = 2 * rows * max(4, self.gate_size)
+        if blocked:
+            n = min(rows, BLOCK_ROWS)
+            block = n * (3 * self.dim + (2 * self.halves + 3) * self.hidden_dim) * self._wide
+            return rows * self.dim * self.element_size + block + self._narrow_weight + scalars
         repeated = (self.halves if save == "input" else 1 if save == "half" else 0) * self.hidden_dim
         first = (self.halves + 1) * self.hidden_dim + repeated
         second = self.halves * self.hidden_dim + self.dim
-        return rows * max(first, second) * self.element_size + 2 * rows * max(4, self.gate_size)
+        return rows * max(first, second) * self.element_size + scalars
+
+    @property
+    def _wide(self) -> int:
+        """Bytes of the accumulation dtype."""
+        return max(4, self.element_size)
+
+    @property
+    def _narrow_weight(self) -> int:
+        """One expert's projection in the accumulation dtype, where weights are narrower."""
+        return 0 if self.weight_size >= 4 else self.hidden_dim * self.dim * self._wide
 
     def weight_gradient_bytes(self, *, accumulate: bool, chunked: bool = False) -> int:
         """Bytes of the weight gradients: fp32 buffers where accumulated or chunked (plus their copy in the weight's dtype)."""

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK_ROWS", "GradSink", "Scratch", "accumulation_dtype", "blocks", "cut", "project", "round_", "segments", "store"]
+from torchmoe.costs.experts import BLOCK_ROWS
 
-BLOCK_ROWS = 512
+__all__ = ["BLOCK_ROWS", "GradSink", "Scratch", "accumulation_dtype", "blocks", "cut", "project", "round_", "segments", "store"]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
