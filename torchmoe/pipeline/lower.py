@@ -62,18 +62,27 @@ def message_layer(action: Action) -> int:
     return (action.stage - offset) // 2
 
 
-def lower(schedule: Schedule, placement: Placement, *, residual: Residual | None = None, look_ahead: int = 1) -> Schedule:
+def lower(
+    schedule: Schedule,
+    placement: Placement,
+    *,
+    residual: Residual | None = None,
+    look_ahead: int = 1,
+    fixed_sizes: bool = False,
+) -> Schedule:
     """Put every send, receive and wait into a compute-only A/F schedule.
 
     A receive is posted when its unit is next, or up to ``look_ahead`` units of its direction earlier if its size is known then:
     counts and ids have a fixed size; a combine is known once its layer's attention ran on this rank (one attention group) or
-    once the ids are here; backward messages once the unit's forward has run. Waits for counts and ids are never moved ahead.
+    once the ids are here; backward messages once the unit's forward has run. Waits for counts and ids are never moved ahead, but
+    with fixed sizes (an exchange with ``sizes="fixed"``) a dispatch needs no counts and is posted ahead like the others.
 
     Args:
         schedule: compute-only lists of the groups of ``placement``.
         placement: groups and layers.
         residual: how the residual travels; default ``placement.default_residual``.
         look_ahead: units per direction whose receives may be posted early; 0 posts each at its own unit.
+        fixed_sizes: there are no counts; for an exchange that never sends them.
 
     Raises:
         ScheduleError: already lowered, or a unit on the wrong group.
@@ -85,7 +94,7 @@ def lower(schedule: Schedule, placement: Placement, *, residual: Residual | None
         raise ConfigError(f"look_ahead={look_ahead} counts units and must be 0 or more; use 1 for the default")
     if schedule.lowered:
         raise ScheduleError("the schedule has messages already; pass the compute-only form")
-    messages = Messages(placement, residual)
+    messages = Messages(placement, residual, fixed_sizes)
     lists = {}
     for name, actions in schedule.lists.items():
         _check_group(name, actions, placement)
@@ -105,16 +114,17 @@ def _check_group(name: str, actions: Iterable[Action], placement: Placement) -> 
 class Messages:
     """What each unit receives and sends, in order."""
 
-    def __init__(self, placement: Placement, residual: Residual) -> None:
-        self.placement, self.residual = placement, residual
+    def __init__(self, placement: Placement, residual: Residual, fixed_sizes: bool = False) -> None:
+        self.placement, self.residual, self.fixed_sizes = placement, residual, fixed_sizes
         self.head = 2 * placement.num_layers
 
     def _those(self, layer: int, *kinds: str) -> tuple[str, ...]:
-        return tuple(k for k in kinds if self.placement.has_edge(k, layer, self.residual))
+        there = (k for k in kinds if self.placement.has_edge(k, layer, self.residual))
+        return tuple(k for k in there if k != "counts" or not self.fixed_sizes)
 
     def received(self, stage: int, forward: bool) -> tuple[str, ...]:
         if stage % 2:
-            return ("counts", "dispatch") if forward else ("d_combine",)
+            return self._those(stage // 2, "counts", "dispatch") if forward else ("d_combine",)
         layer = stage // 2
         if forward:
             return () if stage == 0 else self._those(layer - 1, "ids", "labels", "combine", "residual")
@@ -177,6 +187,8 @@ class _Receives:
     def _size_known(self, s: int, m: int, kind: str, ran: set[tuple[int, int]]) -> bool:
         if not self.forward:
             return (s, m) in ran
+        if kind == "dispatch":
+            return self.messages.fixed_sizes
         return kind == "combine" and self.messages.sized_here(s) and (s - 2, m) in ran
 
 

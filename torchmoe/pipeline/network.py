@@ -23,6 +23,7 @@ class Links:
         bandwidth: payload bytes per second and direction of one rank's NIC; inf for free transfers.
         latency: seconds from the last byte sent to the receiver's knowing it.
         host_latency: the same for counts and ids, default ``latency``.
+        handshake: seconds from posting a receive to the sender's knowing it; nothing travels before.
         send_overhead: seconds of the issuing rank per message to one peer.
         nics: NICs per group where it is not one per rank, e.g. ``{"A0": 8}``; the group's ranks share them.
 
@@ -33,13 +34,14 @@ class Links:
     bandwidth: float = math.inf
     latency: float = 0.0
     host_latency: float | None = None
+    handshake: float = 0.0
     send_overhead: float = 0.0
     nics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0:
             raise ConfigError(f"bandwidth={self.bandwidth} must be positive bytes per second; use inf for free transfers")
-        for name in ("latency", "host_latency", "send_overhead"):
+        for name in ("latency", "host_latency", "handshake", "send_overhead"):
             value = getattr(self, name)
             if value is not None and not (0 <= value < math.inf):
                 raise ConfigError(f"{name}={value} must be 0 or more seconds, and finite")

@@ -96,7 +96,7 @@ def simulate(
         links: default free and instant.
         per_rank: one actor per rank (for ``costs.ranks``); practical up to about 64 ranks.
         issue: "inline": the issuing thread computes itself (CPU), so a receive is posted when the computations before it are
-            done. "ahead": computations queue on a device and only waits for counts and ids stop the issuing thread (CUDA).
+            done. "ahead": computations and the sends behind them queue on a device, waits alone stop the issuing thread (CUDA).
         contention: None computes one thing at a time. A factor gives every actor a forward and a backward stream (with
             issue="ahead"), each that much slower while both compute: 1 is free overlap, 2 gains nothing.
         memory_limit: bytes per rank; a schedule whose live units need more is refused.
@@ -123,7 +123,7 @@ def simulate(
 class _Step:
     """A template: all actions that differ in the micro-batch only."""
 
-    __slots__ = ("action", "end", "kind", "stops_host", "stream")
+    __slots__ = ("action", "end", "kind", "by_host", "stream")
 
     def __init__(self, action: Action, end: End | None) -> None:
         self.action, self.end = action, end
@@ -132,8 +132,7 @@ class _Step:
             "compute" if end is None else "send" if op in SENDS else "recv" if op in _RECVS else "wait"
         )
         self.stream = 0 if op in _FORWARD else 1
-        sizer = end is not None and end.kind in ("counts", "ids")
-        self.stops_host = self.kind == "recv" or (self.kind == "wait" and sizer)  # done by the issuing thread itself
+        self.by_host = self.kind in ("recv", "wait")  # with issue="ahead": done by the issuing thread itself
 
 
 class _Thread:
@@ -251,7 +250,7 @@ class _Run:
         i = mine.index(actor)
         if peers is mine:
             return [(q, 1 / (len(mine) * (len(mine) - 1))) for q in mine if q is not actor]
-        if end.kind in ("ids", "residual", "d_residual", "act", "d_act", "grad"):
+        if end.kind in ("ids", "labels", "residual", "d_residual", "act", "d_act", "grad"):
             return self._overlaps(i, len(mine), peers)
         ways = [self._shares(g) for g in (mine, peers)]
         return [(q, ways[0][i] * ways[1][j]) for j, q in enumerate(peers)]
@@ -325,7 +324,7 @@ class _Run:
         issuing = thread.name == "issue"
         while thread.position < len(thread.steps):
             step, m, action = thread.steps[thread.position]
-            if issuing and not step.stops_host:
+            if issuing and not step.by_host:
                 stream = actor.threads[min(1 + step.stream, len(actor.threads) - 1)]
                 stream.steps.append((step, m, action))
                 if stream.position == len(stream.steps) - 1:
@@ -444,17 +443,22 @@ class _Run:
                 message.posted = self.now
             message.num_bytes = size * part
             actor.hold(message.num_bytes)
-            if (
-                message.sent is not None
-                and message.posted is not None
-                and not self.network.start(self.now, (end.communicator, *pair), pair, name, message.num_bytes)
-            ):
-                self._left(name)
+            if message.sent is not None and message.posted is not None:
+                early = message.posted + self.links.handshake - self.now
+                if early > 0:
+                    self._timer(early, partial(self._travel, end.communicator, name))
+                else:
+                    self._travel(end.communicator, name)
         return self.links.send_overhead * len(ends) if sending else 0.0
+
+    def _travel(self, communicator: str, name: _Name) -> None:
+        pair, num_bytes = (name[3], name[4]), self.messages[name].num_bytes
+        if not self.network.start(self.now, (communicator, *pair), pair, name, num_bytes):
+            self._left(name)
 
     def _left(self, name: _Name) -> None:
         latency = self.links.latency
-        if self.links.host_latency is not None and name[0] in ("counts", "ids"):
+        if self.links.host_latency is not None and name[0] in ("counts", "ids", "labels"):
             latency = self.links.host_latency
         if latency:
             self._timer(latency, partial(self._arrived, name))

@@ -23,8 +23,8 @@ FORWARD_MESSAGES = frozenset({Op.SEND_F, Op.RECV_F, Op.WAIT_F})
 class End(NamedTuple):
     """One end of a message: what it is, where the other end is, and the communicator whose order it obeys.
 
-    ``layer`` tells apart messages of one kind and micro-batch. ``unordered`` messages do not queue on their communicator: counts
-    and ids, which are in host memory, and the two halves of an all-to-all.
+    ``layer`` tells apart messages of one kind and micro-batch. ``unordered`` messages do not queue on their communicator: counts,
+    ids and labels, which are in host memory, and the two halves of an exchange inside one group, which are one operation.
     """
 
     kind: str
@@ -86,11 +86,13 @@ def explicit_waits(schedule: Schedule, wiring: Wiring) -> Schedule:
 class DisaggregatedWiring:
     """A and F groups of a placement. All replicas run the same lists and never talk to each other inside a step."""
 
-    def __init__(self, placement: Placement, *, residual: Residual | None = None, look_ahead: int = 1) -> None:
-        self.placement, self.look_ahead = placement, look_ahead
+    def __init__(
+        self, placement: Placement, *, residual: Residual | None = None, look_ahead: int = 1, fixed_sizes: bool = False
+    ) -> None:
+        self.placement, self.look_ahead, self.fixed_sizes = placement, look_ahead, fixed_sizes
         self.residual: Residual = placement.default_residual if residual is None else residual
         placement.check_residual(self.residual)
-        self._messages = Messages(placement, self.residual)
+        self._messages = Messages(placement, self.residual, fixed_sizes)
         self._sizes = {str(g): placement.size(g) for g in placement.groups()}
         self._homes = [str(placement.stage_group(s)) for s in range(self.num_stages)]
 
@@ -120,7 +122,8 @@ class DisaggregatedWiring:
             )
         edge = self.placement.edge(kind, layer)
         peer = str(edge[1] if sending else edge[0])
-        return End(kind, layer, sending, peer, self.placement.communicator(kind, layer), kind in ("counts", "ids"))
+        unordered = edge[0] == edge[1] or kind in ("counts", "ids", "labels")
+        return End(kind, layer, sending, peer, self.placement.communicator(kind, layer), unordered)
 
     def before(self, action: Action) -> tuple[Action, ...]:
         s, m, forward = action.stage, action.microbatch, action.op is Op.FORWARD
@@ -141,13 +144,13 @@ class DisaggregatedWiring:
 
     def pairs(self, end: End, group: str) -> int:
         mine, peer = self._sizes[group], self._sizes[end.peer]
-        if end.kind in ("ids", "residual", "d_residual"):  # only ranks that share sequences: the cuts of both groups together
+        if end.kind in ("ids", "labels", "residual", "d_residual"):  # only ranks that share sequences: the cuts of both groups together
             cuts = {i * peer for i in range(mine + 1)} | {i * mine for i in range(peer + 1)}
             return len(cuts) - 1
         return mine * peer
 
     def lower(self, schedule: Schedule) -> Schedule:
-        return lower(schedule, self.placement, residual=self.residual, look_ahead=self.look_ahead)
+        return lower(schedule, self.placement, residual=self.residual, look_ahead=self.look_ahead, fixed_sizes=self.fixed_sizes)
 
     def computations(self, schedule: Schedule) -> set[Action]:
         ops = (Op.FORWARD,) if schedule.forward_only else (Op.FORWARD, Op.BACKWARD)
@@ -262,7 +265,8 @@ class PipelineWiring:
 def default_wiring(schedule: Schedule, where: Wiring | Placement | None, *, residual: Residual | None = None) -> Wiring:
     """A placement means A and F groups; nothing means a plain pipeline read off the lists."""
     if isinstance(where, Placement):
-        return DisaggregatedWiring(where, residual=residual)
+        counted = any(a.edge == "counts" for acts in schedule.lists.values() for a in acts)
+        return DisaggregatedWiring(where, residual=residual, fixed_sizes=schedule.lowered and not counted)
     if residual is not None:
         raise ConfigError(f"residual={residual!r} belongs to a placement; pass the placement, or leave residual out")
     return PipelineWiring.of(schedule) if where is None else where

@@ -94,6 +94,8 @@ class ExpertRole:
         if edge == "counts":
             return self._exchange.post_counts(key)
         if edge == "dispatch":
+            if key not in self._units:  # fixed sizes: lowered without counts, nothing to wait for
+                self.receive("counts", key, self._exchange.post_counts(key).wait())
             return self._exchange.post_dispatch(key, self._units[key].received)
         if edge == "d_combine":
             return self._exchange.post_d_combine(key, self._units[key].received)

@@ -177,13 +177,16 @@ class ColocatedWiring:
         }
 
 
-def colocated(wiring: ColocatedWiring, num_microbatches: int, *, overlap: bool = False, look_ahead: int = 4) -> Schedule:
+def colocated(
+    wiring: ColocatedWiring, num_microbatches: int, *, overlap: bool = False, split_weights: bool = False, look_ahead: int = 4
+) -> Schedule:
     """The lowered schedule of every pipeline stage's ranks.
 
     Args:
         wiring: layers, groups and parts.
         num_microbatches: micro-batches of one group (each rank has its share of every one).
         overlap: forward and backward of different micro-batches take turns; not with a2a_chunks > 1.
+        split_weights: the experts' weight gradients run after their input gradients have been sent.
         look_ahead: receives posted ahead of their wait, in messages (without that a transport's control traffic queues
             behind bulk data; measured +35 % on sockets).
 
@@ -197,7 +200,7 @@ def colocated(wiring: ColocatedWiring, num_microbatches: int, *, overlap: bool =
     lists = {}
     for r in range(p):
         order = interleaved_order(r, p, v, num_microbatches, p)
-        blocks = [_Block(wiring, op, (c * p + r) * wiring.layers_per_chunk, m).actions for op, c, m in order]
+        blocks = [_Block(wiring, op, (c * p + r) * wiring.layers_per_chunk, m, split_weights).actions for op, c, m in order]
         flags = [op for op, _, _ in order]
         body = _in_turns(flags, blocks) if overlap else [a for block in blocks for a in block]
         lists[str(r)] = tuple(_post_ahead(body, look_ahead))
@@ -207,8 +210,8 @@ def colocated(wiring: ColocatedWiring, num_microbatches: int, *, overlap: bool =
 class _Block:
     """One direction of one chunk of layers on one micro-batch."""
 
-    def __init__(self, wiring: ColocatedWiring, op: Op, first: int, microbatch: int) -> None:
-        self.w, self.m = wiring, microbatch
+    def __init__(self, wiring: ColocatedWiring, op: Op, first: int, microbatch: int, split: bool) -> None:
+        self.w, self.m, self.split = wiring, microbatch, split
         layers = range(first, first + wiring.layers_per_chunk)
         self.actions: list[Action] = []
         for layer in layers if op is Op.FORWARD else reversed(layers):
@@ -237,8 +240,10 @@ class _Block:
         if w.crosses(layer):
             self.actions.append(Action(s, Op.WAIT_B, m, "d_act"))
         self.actions += self._all(Op.SEND_B, s, "d_combine")
-        for part in w.expert_parts(Op.BACKWARD, s + 1, m):
+        for part in w.expert_parts(Op.BACKWARD_INPUT if self.split else Op.BACKWARD, s + 1, m):
             self.actions += [*(b for b in w.before(part) if b.op in MESSAGE), part, *w.after(part)]
+            if self.split:
+                self.actions.append(part._replace(op=Op.BACKWARD_WEIGHT))
         self.actions += [*self._all(Op.WAIT_B, s, "d_dispatch"), Action(s, Op.BACKWARD, m)]
         if w.crosses(layer - 1):
             self.actions.append(Action(s, Op.SEND_B, m, "d_act"))
@@ -256,7 +261,7 @@ def _in_turns(ops: list[Op], blocks: list[list[Action]]) -> list[Action]:
     out = [a for block in forwards[:warm] for a in block]
     later: list[list[Action]] = forwards[warm:]
     for i, backward in enumerate(backwards):
-        out += _merge(later[i] if i < len(later) else [], backward)
+        out += _merge(backward, later[i] if i < len(later) else [])
     return out
 
 
