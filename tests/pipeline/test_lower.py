@@ -1,11 +1,14 @@
 """Lowering: the exact text that the runner executes, and nothing posted before its size is known."""
 
+import itertools
+
 import pytest
 
 from torchmoe.errors import ConfigError, ScheduleError
 from torchmoe.pipeline.action import Action, Op, Schedule
 from torchmoe.pipeline.lower import KINDS, lower, message_layer
 from torchmoe.pipeline.schedules.afpipe import afpipe
+from torchmoe.pipeline.verify import verify
 from torchmoe.placement import Placement
 
 
@@ -64,8 +67,31 @@ def test_receives_are_posted_once_before_their_wait_and_never_before_their_size_
                     assert index[Action(a.stage, Op.WAIT_F, m, "counts")] < i
     assert sent == received
     many = pa > 1
-    kinds = [k for k in KINDS if many or k not in ("ids", "residual", "d_residual")]
+    kinds = [k for k in KINDS if k != "labels" and (many or k not in ("ids", "residual", "d_residual"))]
     assert sent == {(k, layer, m) for k in kinds for layer in range(layers) for m in range(9)}
+
+
+@pytest.mark.parametrize("look_ahead", [0, 1, 3])
+def test_fixed_sizes_need_no_counts_and_post_dispatches_ahead(look_ahead):
+    placement = place(1, 3)
+    schedule = lower(afpipe(placement, 6), placement, look_ahead=look_ahead, fixed_sizes=True)
+    verify(schedule, placement)
+    acts = schedule.lists["F0"]
+    assert not any(a.edge == "counts" for lists in schedule.lists.values() for a in lists)
+    order = [a for a in acts if a.op is Op.FORWARD]
+    index = {a: i for i, a in enumerate(acts)}
+    for before, unit in itertools.pairwise(order):
+        posted = index[Action(unit.stage, Op.RECV_F, unit.microbatch, "dispatch")]
+        assert (posted < index[before]) == (look_ahead > 0)
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_a_head_on_the_last_f_group_gets_the_labels_and_is_proved_too(p):
+    placement = Placement(attention=[2] * p, ffn=[2] * p, num_layers=3, num_experts=4, head="ffn")
+    schedule = lower(afpipe(placement, 5), placement)
+    verify(schedule, placement)
+    owner = str(placement.stage_group(6))
+    assert owner[0] == "F" and any(a.edge == "labels" for a in schedule.lists[owner])
 
 
 def test_forward_only_sends_forward_messages_alone():

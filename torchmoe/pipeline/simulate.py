@@ -123,7 +123,7 @@ def simulate(
 class _Step:
     """A template: all actions that differ in the micro-batch only."""
 
-    __slots__ = ("action", "end", "kind", "by_host", "stream")
+    __slots__ = ("action", "by_host", "end", "kind", "stream")
 
     def __init__(self, action: Action, end: End | None) -> None:
         self.action, self.end = action, end

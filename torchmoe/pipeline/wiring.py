@@ -144,7 +144,7 @@ class DisaggregatedWiring:
 
     def pairs(self, end: End, group: str) -> int:
         mine, peer = self._sizes[group], self._sizes[end.peer]
-        if end.kind in ("ids", "labels", "residual", "d_residual"):  # only ranks that share sequences: the cuts of both groups together
+        if end.kind in ("ids", "labels", "residual", "d_residual"):  # only ranks that share sequences: all cuts of both
             cuts = {i * peer for i in range(mine + 1)} | {i * mine for i in range(peer + 1)}
             return len(cuts) - 1
         return mine * peer
