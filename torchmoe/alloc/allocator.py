@@ -20,7 +20,7 @@ from torchmoe.costs.memory import MemoryParts
 from torchmoe.costs.model import ModelShape
 from torchmoe.errors import ConfigError
 
-__all__ = ["MEMORY_MODES", "Allocation", "RooflineAllocator"]
+__all__ = ["MEMORY_MODES", "Allocation", "LengthRow", "RooflineAllocator"]
 
 Nics = Literal["fixed", "free"]
 Recompute = Literal["none", "full"]
@@ -40,6 +40,7 @@ class Allocation:
         fill: time to fill and drain the pipeline, once per step.
         workload: with the micro-batch and memory mode that were chosen.
         gap: how far from the best the solver may be.
+        simulated: seconds of the step in simulated time (see ``refine``); without it the step is a bound plus filling.
     """
 
     m: int
@@ -64,6 +65,7 @@ class Allocation:
     memory_a: MemoryParts
     memory_f: MemoryParts
     gap: float = 0.0
+    simulated: float | None = None
     rejected: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -87,8 +89,8 @@ class Allocation:
 
     @property
     def step(self) -> float:
-        """Predicted seconds per step: the busiest resource, then filling and draining."""
-        return self.busy + self.fill
+        """Predicted seconds per step: simulated, or else the busiest resource (perfect overlap) plus filling and draining."""
+        return self.busy + self.fill if self.simulated is None else self.simulated
 
     @property
     def tokens_per_second(self) -> float:
@@ -122,12 +124,15 @@ class Allocation:
         """The answer in words and numbers."""
         pool_a, pool_f = self.replicas * self.pa * self.m, self.replicas * self.pf * self.n
         more = f", {self.replicas} replicas" if self.replicas > 1 else ""
+        how = f"perfect overlap, then {self.fill * 1e3:.1f} ms to fill and drain"
+        if self.simulated is not None:
+            how = f"simulated; {self.busy / self.simulated:.0%} of it the busiest resource"
         lines = [
             f"{self.gpus} of {self.world} GPUs: {pool_a} for attention, {pool_f} for experts{more}",
             f"  attention={self.attention_sizes} ffn={self.ffn_sizes} cycle={self.cycle}, NICs per group "
             f"{self.nics_a:g} and {self.nics_f:g}",
             f"  step {self.step * 1e3:.1f} ms ({self.micro_batches} micro-batches of {self.workload.micro_batch} sequences; "
-            f"fill and drain {self.fill * 1e3:.1f} ms), recompute={self.workload.recompute} save={self.workload.save}",
+            f"{how}), recompute={self.workload.recompute} save={self.workload.save}",
             f"  {self.tokens_per_second:,.0f} tokens/s, MFU {self.mfu:.1%}",
             f"  binds: {self.binding}",
         ]
@@ -376,17 +381,56 @@ class RooflineAllocator:
                 return text + f"; the smallest cluster of this kind that would do, in doublings, has {gpus} GPUs"
         return text + "; no larger cluster of this kind holds it either: try recompute='full' or a smaller micro_batch"
 
-    def over_lengths(self, lengths: Sequence[int]) -> list[tuple[int, Allocation | None]]:
-        """The best split at each sequence length, with the tokens per step kept (sequences shrink as they grow longer)."""
-        out: list[tuple[int, Allocation | None]] = []
+    def at_length(self, seq_len: int) -> RooflineAllocator:
+        """The same allocator at another sequence length, the tokens per step and per micro-batch kept as far as they divide."""
+        w = self.workload
+        scale = w.seq_len / seq_len
+        tokens = max(1, round(w.global_batch * scale))
+        sizes = sorted({max(1, round(b * scale)) for b in self.micro_batches or (w.micro_batch,)})
+        batch = max(sizes[-1], tokens // sizes[-1] * sizes[-1])
+        fitting = [b for b in sizes if batch % b == 0]
+        wide = replace(w, seq_len=seq_len, micro_batch=fitting[-1], global_batch=batch)
+        return replace(self, workload=wide, micro_batches=fitting if self.micro_batches else ())
+
+    def over_lengths(self, lengths: Sequence[int]) -> list[LengthRow]:
+        """The best split at each sequence length, and what it gains over keeping the first length's split."""
+        rows: list[LengthRow] = []
+        kept: Allocation | None = None
         for s in lengths:
-            w = self.workload
-            scale = w.seq_len / s
-            micro = max(1, round(w.micro_batch * scale))
-            batches = w.global_batch // w.micro_batch
+            allocator = self.at_length(s)
             try:
-                allocator = replace(self, workload=replace(w, seq_len=s, micro_batch=micro, global_batch=micro * batches))
-                out.append((s, allocator.solve()))
+                best = allocator.solve()
             except ConfigError:
-                out.append((s, None))
-        return out
+                rows.append(LengthRow(s, None, None))
+                continue
+            gain = None
+            if kept is None:
+                kept = best
+            else:
+                old = allocator.keeping(kept)
+                gain = None if old is None else old.step / best.step
+            rows.append(LengthRow(s, best, gain))
+        return rows
+
+    def keeping(self, a: Allocation) -> Allocation | None:
+        """The best that this allocator's workload can do on the group sizes of ``a``; None where it does not fit."""
+        problem, used, why = self.problem()
+        best: Allocation | None = None
+        for k, o in enumerate(problem.layouts):
+            if (o.replicas, o.pa, o.pf) != (a.replicas, a.pa, a.pf) or a.n not in o.ffn or a.n > o.max_n.get(a.m, a.n):
+                continue
+            if a.m not in o.attention:
+                continue
+            found = self.allocation(problem, Choice(k, a.m, a.n, a.nics_a, a.nics_f, 0.0, a.gpus), used, why)
+            if best is None or found.step < best.step:
+                best = found
+        return best
+
+
+@dataclass(frozen=True)
+class LengthRow:
+    """One sequence length: its best split (None: nothing fits) and the gain over the first row's split (None: cannot run it)."""
+
+    seq_len: int
+    best: Allocation | None
+    gain: float | None

@@ -7,11 +7,11 @@ Every strategy that fails says which one and by how much. DP grows where a large
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from torchmoe.alloc.allocator import MEMORY_MODES, Allocation, Recompute, RooflineAllocator, Save
+from torchmoe.alloc.allocator import MEMORY_MODES, Allocation, Nics, Recompute, RooflineAllocator, Save
 from torchmoe.alloc.colocated import AllToAll, ColocatedCosts, StepParts
 from torchmoe.alloc.specs import ClusterSpec, Workload
 from torchmoe.costs.flops import model_flops
@@ -168,6 +168,10 @@ def plan(
     all_to_all: AllToAll = "halo",
     memory_model: Literal["exact", "paper"] = "exact",
     overlap: Sequence[Literal["none", "ideal"]] = ("none", "ideal"),
+    nics: Nics = "fixed",
+    split: bool = True,
+    simulate: bool = False,
+    progress: Callable[[], None] = lambda: None,
 ) -> PlanReport:
     """Rank the strategies.
 
@@ -176,12 +180,16 @@ def plan(
         modes: (recompute, save) pairs, from the fastest to the smallest; a plan takes the first that fits.
         memory_model: "paper" judges stage 0 by Piper's M_1F1B instead.
         overlap: rank blocking exchanges, ideal overlap, or both.
+        nics: of the split plan; ``split=False`` leaves it out.
+        simulate: run the split plan through the simulator, choose its cycle by that, and rank it by that.
+        progress: called after each strategy.
     """
     plans: list[Plan] = []
     rejected: list[Rejected] = []
     peak = cluster.gpus * cluster.gpu.peak(workload.dtype)
     flops = model_flops(model, seq_len=workload.seq_len, causal=workload.causal) * workload.global_tokens
     for pp, ep, dp in _strategies(cluster):
+        progress()
         no = _broken(cluster, model, workload, pp, ep, dp)
         if no is not None:
             rejected.append(no)
@@ -222,8 +230,9 @@ def plan(
                     best.exchange("halo").total,
                 )
             )
-    split, refused = _split(cluster, model, workload, modes)
-    return PlanReport(tuple(sorted(plans, key=lambda p: p.step)), tuple(rejected), split, refused, cluster, model)
+    plans.sort(key=lambda p: p.step)
+    found, refused = _split(cluster, model, workload, modes, nics, simulate) if split else (None, "the split was not asked for")
+    return PlanReport(tuple(plans), tuple(rejected), found, refused, cluster, model)
 
 
 def _broken(cluster: ClusterSpec, model: ModelShape, w: Workload, pp: int, ep: int, dp: int) -> Rejected | None:
@@ -249,16 +258,26 @@ def _too_full(cluster: ClusterSpec, w: Workload, pp: int, ep: int, dp: int, leas
 
 
 def _split(
-    cluster: ClusterSpec, model: ModelShape, w: Workload, modes: Sequence[tuple[Recompute, Save]]
+    cluster: ClusterSpec,
+    model: ModelShape,
+    w: Workload,
+    modes: Sequence[tuple[Recompute, Save]],
+    nics: Nics,
+    simulate: bool,
 ) -> tuple[Allocation | None, str]:
     if cluster.gpus < 2:
         return None, "one GPU cannot be split"
     sizes = [b for b in (1, 2, 4, 8, 16, 32, 64) if w.global_batch % b == 0]
     try:
-        allocator = RooflineAllocator(cluster, model, w, micro_batches=sizes, memory_modes=modes)
-        return allocator.solve(), ""
+        allocator = RooflineAllocator(cluster, model, w, nics=nics, micro_batches=sizes, memory_modes=modes)
+        found = allocator.solve()
     except ConfigError as e:
         return None, str(e)
+    if simulate:
+        from torchmoe.alloc.simulated import refine
+
+        found = refine(allocator, found)
+    return found, ""
 
 
 @dataclass(frozen=True)

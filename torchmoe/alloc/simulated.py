@@ -6,6 +6,7 @@ latency. Colocated baselines: interleaved 1F1B with blocking exchanges, the best
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torchmoe.alloc.allocator import Allocation, RooflineAllocator
@@ -17,7 +18,10 @@ from torchmoe.pipeline.schedules.colocated import ColocatedWiring, colocated
 from torchmoe.pipeline.simulate import Simulation, simulate
 from torchmoe.placement import Placement
 
-__all__ = ["placement_of", "simulate_allocation", "simulate_colocated"]
+__all__ = ["UNITS", "extended", "placement_of", "refine", "simulate_allocation", "simulate_colocated", "simulated_step"]
+
+UNITS = 8_000
+"""Most (layer, micro-batch) units that are simulated; a longer step is simulated shorter and extended."""
 
 
 def placement_of(allocation: Allocation, *, num_layers: int, num_experts: int) -> Placement:
@@ -118,3 +122,44 @@ def simulate_colocated(
         issue="ahead",
         record=record,
     )
+
+
+def extended(run: Callable[[int], Simulation], n: int, short: int) -> tuple[float, float, float, str]:
+    """(step, bound, share not computing, note) of n micro-batches, from ``short`` and half of it if n is too many to simulate.
+
+    A full pipeline adds the same time for every further cycle, so the step is extended along that line.
+    """
+    whole = run(short)
+    if short == n:
+        return whole.makespan, whole.bound, whole.exposed, ""
+    half = run(short // 2)
+    more = (n - short) / (short - short // 2)
+    step = whole.makespan + more * (whole.makespan - half.makespan)
+    bound = whole.bound + more * (whole.bound - half.bound)
+    busy = max(whole.busy.values())
+    work = busy + more * (busy - max(half.busy.values()))
+    return step, bound, 1 - work / step, f"{short} of {n} micro-batches simulated, then extended"
+
+
+def simulated_step(allocator: RooflineAllocator, a: Allocation) -> tuple[float, float, float, str]:
+    """(step, bound, share not computing, note) of an allocation's AF-Pipe."""
+    n = a.micro_batches
+    short = n if n * 2 * allocator.model.num_moe_layers <= UNITS else min(n, 2 * a.cycle)
+    return extended(lambda k: simulate_allocation(allocator, replace(a, micro_batches=k)), n, short)
+
+
+def refine(allocator: RooflineAllocator, a: Allocation, *, factors: Sequence[int] = (2, 4)) -> Allocation:
+    """The allocation with the cycle length (``factors`` times p, as memory allows) whose simulated step is shortest."""
+    p = max(a.pa, a.pf)
+    best = None
+    for cycle in sorted({max(2, min(f, -(-a.micro_batches // p))) * p for f in factors}):
+        c = replace(allocator.costs, workload=a.workload, cycle=cycle)
+        memory_a = c.attention_memory(pa=a.pa, pf=a.pf, m=a.m, n=a.n, replicas=a.replicas)
+        memory_f = c.expert_memory(pa=a.pa, pf=a.pf, n=a.n, replicas=a.replicas)
+        if memory_a.total > allocator.cluster.gpu.hbm_bytes or memory_f.total > c.f_cluster.gpu.hbm_bytes:
+            continue
+        tried = replace(a, cycle=cycle, memory_a=memory_a, memory_f=memory_f)
+        tried = replace(tried, simulated=simulated_step(allocator, tried)[0])
+        if best is None or tried.step < best.step:
+            best = tried
+    return best or a

@@ -8,6 +8,7 @@ saved set is in costs.experts.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 
 from torchmoe.costs.experts import SAVE_MODES, ExpertCosts
 from torchmoe.costs.model import ModelShape
@@ -92,28 +93,35 @@ def live_units_1f1b(*, pp: int, stage: int, v: int = 1, micro_batches: int | Non
     return n if micro_batches is None else min(n, micro_batches * v)
 
 
+@cache
 def live_units_af(*, num_layers: int, pa: int, pf: int, role: str, cycle: int | None = None, micro_batches: int) -> int:
-    """Most units (one layer, one micro-batch) in flight on a group of AF-Pipe, the head not counted apart.
+    """Most units (one layer or the head, one micro-batch) in flight on a group of AF-Pipe: the bound its order keeps.
 
-    pA = pF = p: 2(2p - r - 1) + (v-1) G + 1 on the first group of a role (r = 0: A, 1: F) with v = ceil((2L+1) / 2p) and the
-    longest of floor(n/G) nearly equal cycles for G; otherwise (u-1) G + 1 + 2 (2L - last unit) with u the group's units.
-    Never more than all units of a step.
+    pA = pF = p: 2(2p - r - 1) + (v-1) G + 1 on group r of the chain, v = ceil((2L+1) / 2p), G the longest of the floor(n/cycle)
+    nearly equal cycles. Otherwise the least that the group's first backward needs, (u-1) G + 1 for u units, or u G where a
+    group has two units behind the last one, and 2 (2L - last unit) for the round trip. Never more than all units of a step.
     """
     p = max(pa, pf)
     g = 4 * p if cycle is None else cycle
     if g < 2 * p:
         raise ConfigError(f"cycle={g} is below 2p={2 * p}: a backward waits for a forward behind it; use at least {2 * p}")
     longest = -(-micro_batches // max(1, micro_batches // g))
-    r = 0 if role == "attention" else 1
-    groups = pa if role == "attention" else pf
-    units = -(-num_layers // groups)
-    if pa == pf:
-        v = -(-(2 * num_layers + 1) // (2 * p))
-        n = 2 * (2 * p - r - 1) + (v - 1) * longest + 1
-    else:
-        last = 2 * (units - 1) * groups + r
-        n = (units - 1) * longest + 1 + 2 * (2 * num_layers - last)
-    return min(n, micro_batches * units)
+    head = 2 * num_layers
+    groups = {("attention", j): list(range(2 * j, head + 1, 2 * pa)) for j in range(pa)}
+    groups |= {("ffn", j): list(range(2 * j + 1, head, 2 * pf)) for j in range(pf)}
+    most = 0
+    for (kind, j), units in groups.items():
+        if kind != role or not units:
+            continue
+        waits = any(sum(s > units[-1] for s in others) > 1 for others in groups.values())
+        least = len(units) * longest if waits else (len(units) - 1) * longest + 1
+        if pa == pf:
+            r = 2 * j + (kind == "ffn")
+            enough = 2 * (2 * p - r - 1) + (-(-(head + 1) // (2 * p)) - 1) * longest + 1
+        else:
+            enough = least + 2 * (head - units[-1])
+        most = max(most, min(max(enough, least), micro_batches * len(units)))
+    return most
 
 
 def attention_saved_bytes(shape: ModelShape, *, itemsize: int = 2, moe: bool = True, index_itemsize: int = 8) -> float:

@@ -1,0 +1,1 @@
+"""Published tables and formulas of DisagMoE, Piper and MoEBlaze, recomputed. ``python -m benchmarks.papers``."""

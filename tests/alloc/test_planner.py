@@ -1,0 +1,249 @@
+"""The planner: five constraints each with its reason, memory per stage, bottlenecks, capacity; and the command line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from torchmoe.__main__ import main
+from torchmoe.alloc.colocated import ColocatedCosts
+from torchmoe.alloc.planner import capacity, plan
+from torchmoe.alloc.presets import cluster_preset, model_preset
+from torchmoe.alloc.roofline import Roofline, plot_roofline
+from torchmoe.alloc.search import Trial, local_search, search_allocations
+from torchmoe.alloc.specs import Workload
+from torchmoe.costs import piper
+from torchmoe.errors import ConfigError
+
+pytest.importorskip("mip", reason="the allocator's solver")
+
+FRONTIER = cluster_preset("frontierx64")
+MEDIUM = model_preset("xmoe-medium")
+WORK = Workload(seq_len=4096, micro_batch=1, global_batch=512, dtype="fp16")
+
+
+def test_every_strategy_is_ranked_or_rejected_with_a_reason() -> None:
+    report = plan(FRONTIER, MEDIUM, WORK, overlap=("none",), split=False)
+    mine = {(p.costs.pp, p.costs.ep, p.costs.dp) for p in report.plans}
+    no = {(r.pp, r.ep, r.dp): r for r in report.rejected}
+    divisors = [d for d in range(1, 65) if 64 % d == 0]
+    every = {(pp, ep, 64 // pp // ep) for pp in divisors for ep in divisors if 64 % (pp * ep) == 0}
+    assert mine | set(no) == every and not mine & set(no)
+    steps = [p.step for p in report.plans]
+    assert steps == sorted(steps)
+    for (pp, ep, _), r in no.items():
+        broken = {
+            "EP divides E": MEDIUM.num_experts % ep != 0,
+            "PP within layers": pp > MEDIUM.num_layers,
+            "EP in the fast domain": ep > 32,
+            "sequences": False,
+            "memory": True,
+        }
+        assert broken[r.constraint] and r.reason
+    for p in report.plans:
+        assert max(p.stages) == p.memory.total <= FRONTIER.gpu.hbm_bytes
+        assert p.costs.ep <= FRONTIER.fast_domain == 32
+        assert 0 < p.mfu < 1
+        assert p.step == pytest.approx(p.parts.total)
+        assert set(p.lost) == {"all-to-all latency", "missing overlap", "skinny GEMMs", "placement"}
+
+
+def test_the_first_stage_holds_the_most_under_equal_stages() -> None:
+    c = ColocatedCosts(FRONTIER, replace(MEDIUM, num_layers=32), replace(WORK, micro_batch=8), 8, 8)
+    totals = [c.memory(i).activations for i in range(8)]
+    assert totals == sorted(totals, reverse=True)
+    assert totals[0] == pytest.approx(8 * totals[7])
+
+
+def test_paper_memory_is_the_printed_formula() -> None:
+    c = ColocatedCosts(FRONTIER, MEDIUM, replace(WORK, micro_batch=8), 4, 8, 2)
+    model = piper.PiperModel(
+        dim=5120, num_layers=28, num_experts=128, top_k=6, num_heads=40, expert_dim=1536, batch=c.micro_batches * 8, seq_len=4096
+    )
+    assert c.paper_memory(2) == piper.memory_1f1b(model, pp=4, ep=8, micro_batches=c.micro_batches, stage=2)
+
+
+def test_overlap_hides_and_halo_beats_flat_where_messages_are_many() -> None:
+    c = ColocatedCosts(FRONTIER, MEDIUM, replace(WORK, seq_len=64, micro_batch=32), 2, 32)
+    assert c.exchange("halo").latency < c.exchange("flat").latency
+    assert c.exchange("halo").total < c.exchange("flat").total
+    assert replace(c, ep=1).exchange().total == 0
+    assert c.exchange(one_node=True).network == 0
+    hidden = c.with_overlap().step()
+    assert hidden.total < c.step().total
+    assert hidden.hidden <= min(hidden.exchange, hidden.compute) + 1e-12
+
+
+def test_more_data_parallel_copies_where_expert_parallelism_would_leave_the_domain() -> None:
+    big = cluster_preset("frontierx512")
+    report = plan(big, model_preset("xmoe-small"), replace(WORK, global_batch=2048), overlap=("none",), split=False)
+    assert max(p.costs.ep for p in report.plans) <= 32
+    assert any(p.costs.dp > 1 for p in report.plans[:3])
+
+
+def test_capacity_is_the_last_that_fits_and_names_what_stops_the_next() -> None:
+    options = {"overlap": ("none",), "split": False, "micro_batches": (1,)}
+    c = capacity(FRONTIER, MEDIUM, WORK, **options)  # type: ignore[arg-type]
+    assert c.model is not None and c.plan is not None
+    assert c.next_model.num_experts == 2 * c.model.num_experts
+    assert plan(FRONTIER, c.model, WORK, **options).plans  # type: ignore[arg-type]
+    assert not plan(FRONTIER, c.next_model, WORK, **options).plans  # type: ignore[arg-type]
+    assert c.stopped_by == "memory" and "GiB" in c.reason
+    layers = capacity(FRONTIER, MEDIUM, WORK, grow="layers", **options)  # type: ignore[arg-type]
+    assert layers.model is not None and layers.model.num_layers >= MEDIUM.num_layers
+    none = capacity(cluster_preset("frontierx1"), model_preset("deepseek-v3"), WORK, **options)  # type: ignore[arg-type]
+    assert none.model is None and none.next_model == model_preset("deepseek-v3")
+
+
+def test_nothing_fits_says_which_constraints_removed_what() -> None:
+    report = plan(cluster_preset("h800x8"), model_preset("deepseek-v3"), replace(WORK, dtype="bf16"))
+    with pytest.raises(ConfigError, match=r"fits no strategy on 8 GPUs \(memory"):
+        report.best  # noqa: B018
+
+
+# ---- roofline
+def test_a_split_moves_the_turning_points_apart() -> None:
+    cluster, w = cluster_preset("h800x32"), Workload(seq_len=4096, micro_batch=8, global_batch=256)
+    r = Roofline(cluster, model_preset("qwen3-235b"), w, 20, 12, 16, 16)
+    a, f = r.point("attention", "split", 4096), r.point("experts", "split", 4096)
+    base_a, base_f = r.point("attention", "aggregated", 4096), r.point("experts", "aggregated", 4096)
+    assert a.turning_point == pytest.approx(base_a.turning_point * 20 / 16)
+    assert f.turning_point == pytest.approx(base_f.turning_point * 12 / 16)
+    paper = replace(r, mode="paper")
+    assert paper.point("attention", "split", 4096).turning_point == pytest.approx(19780 * 40 / 32)
+    assert round(paper.point("attention", "aggregated", 8192).intensity) == 2592
+    long, short = (r.point("attention", "split", s) for s in (65536, 4096))
+    assert short.bound == "network" and long.bound == "compute"
+    assert long.attained == long.ceiling > short.attained
+    assert f.intensity == r.point("experts", "split", 32768).intensity
+    with pytest.raises(ConfigError, match="nics_f=0"):
+        replace(r, nics_f=0)
+
+
+def test_the_plot_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="draws")
+    w = Workload(seq_len=4096, micro_batch=8, global_batch=256)
+    r = Roofline(cluster_preset("h800x32"), model_preset("qwen3-235b"), w, 20, 12, 16, 16)
+    plot_roofline(r, [4096, 32768], tmp_path / "r.png")
+    assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
+
+
+# ---- local search
+def grid(size: int) -> list[Trial]:
+    return [Trial(m, n, m, n) for m in range(1, size) for n in range(1, size)]
+
+
+def test_the_search_finds_the_best_within_its_radius_and_never_measures_twice() -> None:
+    seen: list[Trial] = []
+
+    def measure(t: Trial) -> float:
+        seen.append(t)
+        return 1 + abs(t.m - 6) + abs(t.n - 3)
+
+    r = local_search(Trial(5, 4, 5, 4), grid(9), measure, trials=100, radius=1)
+    assert r.best == Trial(6, 3, 6, 3) and r.seconds == 1 and r.gain == 3
+    assert len(seen) == len(set(seen)) == 9 and seen[0] == Trial(5, 4, 5, 4)
+    few = local_search(Trial(5, 4, 5, 4), grid(9), measure, trials=3, radius=2)
+    assert len(few.history) == 4
+
+
+def test_an_interrupted_search_resumes_where_it_stopped(tmp_path: Path) -> None:
+    path, calls = tmp_path / "history.json", []
+
+    def measure(t: Trial) -> float:
+        calls.append(t)
+        if len(calls) == 4:
+            raise RuntimeError("power cut")
+        return float(t.m + t.n)
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        local_search(Trial(4, 4, 4, 4), grid(9), measure, trials=6, radius=2, path=path)
+    r = local_search(Trial(4, 4, 4, 4), grid(9), measure, trials=6, radius=2, path=path)
+    assert len(calls) == 4 + 4  # three of seven were done, one was cut off
+    whole = local_search(Trial(4, 4, 4, 4), grid(9), lambda t: float(t.m + t.n), trials=6, radius=2)
+    assert r == whole
+    with pytest.raises(ConfigError, match="belongs to a search around"):
+        local_search(Trial(3, 4, 3, 4), grid(9), measure, trials=1, radius=1, path=path)
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="not a search history"):
+        local_search(Trial(4, 4, 4, 4), grid(9), measure, trials=1, radius=1, path=path)
+
+
+def test_failed_trials_are_recorded_and_a_failed_seed_is_an_error() -> None:
+    def measure(t: Trial) -> float:
+        if t.m > 4:
+            raise ConfigError("does not fit")
+        return 1.0
+
+    r = local_search(Trial(4, 4, 4, 4), grid(9), measure, trials=100, radius=1)
+    assert sum(s == float("inf") for _, s in r.history) == 3
+    with pytest.raises(ConfigError, match="does not fit"):
+        local_search(Trial(5, 5, 5, 5), grid(9), measure, trials=1, radius=1)
+    with pytest.raises(ConfigError, match="returned 0"):
+        local_search(Trial(4, 4, 4, 4), grid(9), lambda t: 0.0, trials=1, radius=1)
+    with pytest.raises(ConfigError, match="radius=0"):
+        local_search(Trial(4, 4, 4, 4), grid(9), measure, trials=1, radius=0)
+
+
+def test_searching_measured_allocations_never_ends_behind_the_seed() -> None:
+    from torchmoe.alloc.allocator import RooflineAllocator
+    from torchmoe.alloc.simulated import simulate_allocation
+
+    w = Workload(seq_len=4096, micro_batch=8, global_batch=128)
+    model = replace(model_preset("deepseek-moe"), num_layers=4)
+    a = RooflineAllocator(cluster_preset("h800x16"), model, w, even_sequences=False, groups=(1,), max_replicas=1)
+    best, r = search_allocations(a, lambda x: simulate_allocation(a, x).makespan, trials=5, radius=2)
+    assert len(r.history) == 6
+    assert r.seconds == min(s for _, s in r.history) and r.gain >= 1
+    assert (best.m, best.n) == (r.best.m, r.best.n)
+
+
+# ---- command line
+def test_plan_prints_an_answer_and_json_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["plan", "--cluster", "h200x8", "--model", "qwen3-30b", "--batch", "64", "--simulate"]
+    assert main(line) == 0
+    text = capsys.readouterr().out
+    assert "fastest:" in text and "binds:" in text and "simulated;" in text and "assumed shares" in text
+    assert main([*line, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["plans"] and data["rejected"] and data["disaggregated"]["placement"]["attention"]
+    assert data["disaggregated"]["simulated"] == data["disaggregated"]["step"] > 0
+
+
+def test_other_commands_answer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    common = ["--cluster", "h800x32", "--model", "deepseek-moe"]
+    assert main(["roofline", *common, "--split", "20:12", "--nics", "16:16"]) == 0
+    assert "turning point" in capsys.readouterr().out
+    assert main(["plan", *common, "--batch", "256", "--lengths", "4096,16384", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [r["seq_len"] for r in rows] == [4096, 16384]
+    assert main(["capacity", "--cluster", "frontierx8", "--model", "xmoe-small", "--batch", "32"]) == 0
+    assert "stopped by memory" in capsys.readouterr().out
+
+
+def test_simulate_compares_schedules(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--cluster", "h800x32", "--model", "deepseek-moe", "--batch", "128", "--json"]) == 0
+    rows = {r["scheme"]: r for r in json.loads(capsys.readouterr().out)}
+    assert set(rows) > {"1F1B blocking", "1F1B dualpipe", "AF-Pipe"}
+    assert rows["1F1B blocking"]["step"] > rows["1F1B dualpipe"]["step"] >= rows["1F1B dualpipe"]["bound"]
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (["plan", "--cluster", "h800x12", "--model", "qwen3-30b"], "not whole nodes"),
+        (["plan", "--cluster", "h800x8", "--model", "nothing"], "no model preset"),
+        (["plan", "--cluster", "h800x8", "--model", "deepseek-v3"], "fits no strategy"),
+        (["plan", "--cluster", "missing.json", "--model", "qwen3-30b"], "cannot read missing.json"),
+        (["plan", "--cluster", "h800x8", "--model", "qwen3-30b", "--profile", "none.json"], "none.json"),
+        (["roofline", "--cluster", "h800x8", "--model", "qwen3-30b", "--split", "8"], "--split"),
+        (["simulate"], "--preset"),
+    ],
+)
+def test_refused_inputs_are_one_line_and_exit_2(line: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("torchmoe: ") and text in err and err.count("\n") == 1
