@@ -106,7 +106,13 @@ class Profile:
                 f"{cluster.gpu.name}; profile the planned hardware"
             )
         shares = {k: Efficiency(tuple((x, y * scale) for x, y in e.points)) for k, e in self.kernels.items()}
-        gpu = replace(cluster.gpu, **shares, source=f"measured on {self.device} in {self.dtype}")
+        gpu = replace(
+            cluster.gpu,
+            attention=shares["attention"],
+            gemm=shares["gemm"],
+            grouped_gemm=shares["grouped_gemm"],
+            source=f"measured on {self.device} in {self.dtype}",
+        )
         wide = [k for k in self.links if k.startswith("all_to_all")]
         if not wide or cluster.nodes > 1:
             return replace(cluster, gpu=gpu)
