@@ -1,0 +1,113 @@
+"""MoELayer: shapes, shared expert, capacity, given routings; weights sharded by FSDP2."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+from tests.experts_kit import experts
+from torchmoe.errors import ConfigError
+from torchmoe.layer import MoELayer
+from torchmoe.router import Routing, TopKRouter
+
+
+def layer(E: int = 4, **options: Any) -> MoELayer:
+    torch.manual_seed(0)
+    return MoELayer(TopKRouter(8, E, min(2, E)), experts(E, 8, 6), **options)
+
+
+def test_leading_dimensions_and_the_shared_expert() -> None:
+    shared = nn.Linear(8, 8)
+    both, routed = layer(shared=shared), layer()
+    x = torch.randn(2, 3, 8)
+    y, routing = both(x)
+    assert y.shape == x.shape and routing.expert_ids_TK.shape == (6, 2)
+    assert torch.allclose(y, routed(x)[0] + shared(x), atol=1e-6)
+
+
+def test_a_routing_decided_elsewhere_is_used_as_it_is() -> None:
+    module = layer()
+    x = torch.randn(5, 8)
+    _, routing = module(x)
+    moved = Routing((routing.expert_ids_TK + 1) % 4, routing.gates_TK)
+    y, same = module(x, routing=moved)
+    assert same is moved and not torch.allclose(y, module(x)[0])
+
+
+def test_capacity_drops_the_last_rows_of_an_expert_and_keeps_the_gates() -> None:
+    module = layer(capacity=2)
+    x = torch.randn(5, 8)
+    ids = torch.tensor([[0, 1]] * 5)
+    y, _ = module(x, routing=Routing(ids, torch.full((5, 2), 0.5)))
+    free = layer()
+    want, _ = free(x, routing=Routing(ids, torch.full((5, 2), 0.5)))
+    assert torch.allclose(y[:2], want[:2], atol=1e-6) and not y[2:].any()
+
+
+def test_router_and_experts_of_different_layers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="build both for one layer"):
+        MoELayer(TopKRouter(8, 5, 2), experts(4, 8, 6))
+
+
+def test_every_expert_that_received_tokens_trains() -> None:
+    """pytorch/pytorch#153354, NVIDIA/Megatron-LM#6600: experts silently left out of the step."""
+    module = layer(E=6)
+    before = {n: p.detach().clone() for n, p in module.named_parameters()}
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    y, routing = module(torch.randn(30, 8))
+    y.square().sum().backward()
+    optimizer.step()
+    hit = set(routing.expert_ids_TK.unique().tolist())
+    for name, p in module.experts.named_parameters():
+        for e in range(6):
+            assert torch.equal(p[e], before[f"experts.{name}"][e]) == (e not in hit)
+
+
+def sharded(rank: int, port: int, folder: str) -> None:
+    """Two ranks: FSDP2 over 4 experts on dim 0, and over ONE expert on dim 1 (E below the world size)."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    for E in (4, 1):
+        module = layer(E)
+        fully_shard(module, mesh=mesh, shard_placement_fn=lambda p, d=0 if E == 4 else 1: Shard(d if p.ndim == 3 else 0))
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(rank))
+        y, _ = module(x)
+        y.square().sum().backward()
+        grads = {n: p.grad.full_tensor() for n, p in module.named_parameters() if p.grad is not None}
+        torch.save({"y": y.detach(), "grads": grads}, f"{folder}/{E}.{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_fsdp2_sharded_weights_give_the_gradients_of_one_device(tmp_path: Path) -> None:
+    """pytorch/torchtitan PR#1561, huggingface/transformers PR#45662, pytorch/pytorch#149396: E below the world size."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(sharded, args=(port, str(tmp_path)), nprocs=2)
+    for E in (4, 1):
+        module = layer(E)
+        total = torch.zeros(())
+        for rank in range(2):
+            x = torch.randn(6, 8, generator=torch.Generator().manual_seed(rank))
+            y, _ = module(x)
+            got = torch.load(tmp_path / f"{E}.{rank}.pt")
+            assert torch.allclose(got["y"], y, atol=1e-6)
+            total = total + y.square().sum() / 2
+        total.backward()
+        want = {n: p.grad for n, p in module.named_parameters()}
+        for name, grad in got["grads"].items():
+            assert (grad - want[name]).norm() <= 1e-5 * want[name].norm(), name
+        assert got["grads"].keys() == {n for n, g in want.items() if g is not None}
