@@ -96,14 +96,14 @@ def _save_mode(save: str) -> str:
     return save
 
 
-@override(target=GroupedExperts.Config, description="Grouped experts on torchmoe's kernels.", exact=True)
+@override(target=GroupedExperts.Config, description="Grouped experts on torchmoe's kernels.", exact=True)  # type: ignore[untyped-decorator]
 def grouped_experts(cfg: GroupedExperts.Config, save: str = "preact") -> TorchMoEGroupedExperts.Config:
     """Override factory; ``save`` as in FusedExpertMLP."""
     config: TorchMoEGroupedExperts.Config = derive(cfg, TorchMoEGroupedExperts.Config, save=save)
     return config
 
 
-@override(target=RoutedExperts.Config, description="Dispatch, experts and combine in one, on torchmoe's kernels.", exact=True)
+@override(target=RoutedExperts.Config, description="Dispatch, experts and combine in one, on torchmoe's kernels.", exact=True)  # type: ignore[untyped-decorator]
 def routed_experts(cfg: RoutedExperts.Config, save: str = "preact") -> TorchMoERoutedExperts.Config:
     """Override factory; ``save`` as in FusedExpertMLP."""
     config: TorchMoERoutedExperts.Config = derive(cfg, TorchMoERoutedExperts.Config, save=save)
