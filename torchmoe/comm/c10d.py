@@ -38,12 +38,12 @@ LOST = (
 class _Op:
     """One message in flight. It keeps the buffer alive."""
 
-    __slots__ = ("buffer", "ended", "error", "peer", "side", "work")
+    __slots__ = ("buffer", "ended", "error", "handed", "peer", "side", "work")
 
     def __init__(self, op: P2P, work: dist.Work | None) -> None:
         self.side, self.peer, self.buffer = op
         self.work = work
-        self.ended = False
+        self.ended = self.handed = False
         self.error: BaseException | None = None
 
     def text(self) -> str:
@@ -96,8 +96,9 @@ class _Posted:
         poll: Callable[[list[_Op]], None],
         sleep: Callable[[float, list[_Op]], None],
         failed: Callable[[str], None],
+        inline: bool = False,
     ) -> None:
-        self._ops, self._what, self._communicator = ops, what, communicator
+        self._ops, self._what, self._communicator, self._inline = ops, what, communicator, inline
         self._poll, self._sleep, self._failed = poll, sleep, failed
         self._error: ExchangeError | None = None
 
@@ -107,6 +108,8 @@ class _Posted:
 
     def wait(self, timeout: float) -> None:
         end = time.monotonic() + timeout
+        if self._inline:
+            self._wait_inline(end)
         while self._error is None and not self.done():
             bad = next((op for op in self._ops if op.error is not None), None)
             if bad is not None:
@@ -122,6 +125,21 @@ class _Posted:
                 self._failed(str(self._error))
         if self._error is not None:
             raise self._error
+
+    def _wait_inline(self, end: float) -> None:
+        """Wait for each operation in the calling thread, up to the first that fails or is late."""
+        for op in self._ops:
+            if op.handed or op.ended or op.work is None:
+                continue
+            left = max(0.001, end - time.monotonic())
+            try:
+                op.work.wait(datetime.timedelta(seconds=left))
+            except RuntimeError as e:
+                if time.monotonic() < end:
+                    op.error, op.ended = e, True
+                op.handed = True  # gloo closed the connection: there is nothing left to wait for
+                return
+            op.ended, op.work = True, None
 
     def _expired(self, timeout: float) -> None:
         late = [op for op in self._ops if not op.ended]
@@ -140,8 +158,15 @@ class C10dTransport:
     once, in the list's order, and never later.
     """
 
-    def __init__(self, groups: dict[str, tuple[Communicator, dist.ProcessGroup]], *, device: torch.device, record: bool) -> None:
-        self.rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), device
+    def __init__(
+        self,
+        groups: dict[str, tuple[Communicator, dist.ProcessGroup]],
+        *,
+        device: torch.device,
+        record: bool,
+        threads: bool = True,
+    ) -> None:
+        self.rank, self.world_size, self.device, self._threads = dist.get_rank(), dist.get_world_size(), device, threads
         self._groups, self._record = groups, record
         self._log: list[Message] = []
         self._broken: dict[str, str] = {}
@@ -156,6 +181,7 @@ class C10dTransport:
         device: torch.device | str = "cpu",
         deadlines: Deadlines | None = None,
         record: bool = False,
+        threads: bool = True,
     ) -> C10dTransport:
         """Create the process groups of ``communicators``, in order. Collective over the default process group.
 
@@ -164,6 +190,8 @@ class C10dTransport:
             device: where payload buffers live. ``cpu``: gloo everywhere. ``cuda``: NCCL for payloads, gloo for host ones.
             deadlines: ``init`` bounds the creation of each group.
             record: keep the byte log that :meth:`log` returns.
+            threads: False waits for gloo in the calling thread: two switches of threads less per message, for callers that
+                wait in order and seldom ask ``done()``. A lost peer is then noticed when its turn comes, within the deadline.
 
         Raises:
             ConfigError: torch.distributed is not initialized, a rank outside the world, or one name twice on this rank.
@@ -190,7 +218,7 @@ class C10dTransport:
             pg = dist.new_group(list(c.ranks), timeout=limit, backend=backend, group_desc=c.name)
             if rank in c.ranks:
                 groups[c.name] = (c, pg)
-        return cls(groups, device=device, record=record)
+        return cls(groups, device=device, record=record, threads=threads)
 
     def __repr__(self) -> str:
         names = ", ".join(f"{n}{list(c.ranks)}" for n, (c, _) in self._groups.items())
@@ -247,13 +275,22 @@ class C10dTransport:
                 self._broken.setdefault(c.name, str(error))
                 raise error from None
             posted.append(_Op(op, work))
-            key = (c.name, op.side, op.peer)
+        if self._threads:
+            self._hand_over(c.name, posted)
+        return self._handle(c, posted, what, lambda ops: self._hand_over(c.name, ops), self._sleep_gloo, not self._threads)
+
+    def _hand_over(self, name: str, ops: list[_Op]) -> None:
+        """Let the waiting threads have the operations that they do not have yet."""
+        for op in ops:
+            if op.handed or op.ended:
+                continue
+            op.handed = True
+            key = (name, op.side, op.peer)
             waiter = self._waiters.get(key)
             if waiter is None:
-                waiter = self._waiters[key] = _Waiter(f"torchmoe {c.name} {op.side} {op.peer}", self._changed)
+                waiter = self._waiters[key] = _Waiter(f"torchmoe {name} {op.side} {op.peer}", self._changed)
                 waiter.start()
-            waiter.queue.put(posted[-1])
-        return self._handle(c, posted, what, lambda ops: None, self._sleep_gloo)
+            waiter.queue.put(op)
 
     def _sleep_gloo(self, seconds: float, ops: list[_Op]) -> None:
         with self._changed:
@@ -275,8 +312,9 @@ class C10dTransport:
         what: str,
         poll: Callable[[list[_Op]], None],
         sleep: Callable[[float, list[_Op]], None],
+        inline: bool = False,
     ) -> Work:
-        return _Posted(ops, what, c.name, poll=poll, sleep=sleep, failed=lambda text: self._fail(c.name, text))
+        return _Posted(ops, what, c.name, poll=poll, sleep=sleep, failed=lambda text: self._fail(c.name, text), inline=inline)
 
     def _fail(self, name: str, text: str) -> None:
         """Mark a communicator unusable; a hung NCCL kernel is aborted, else the process could not even end."""

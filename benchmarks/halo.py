@@ -1,0 +1,178 @@
+"""How much the hierarchical exchange gains over flat ones on slow links between nodes of 2 lanes.
+
+    python -m benchmarks.halo [--nodes 2 4] [--quick] [--json FILE]
+
+2 and 4 emulated nodes (network namespaces, :mod:`benchmarks.netns`) of 2 processes. Compared: gloo's ``all_to_all_single``,
+``AllToAllExchange`` and ``HierarchicalAllToAll`` on ragged rows over sizes (with and without the exchange of counts); then
+dispatch + combine of tokens one row per slot, per (token, rank) and per (token, node); then experts behind the exchange.
+Every result is compared with the others before anything is timed. Times are medians of the slowest rank, forms in turn.
+
+Goals: plain HALO gains where messages are many and small and is never below 0.95x of the faster flat form; node
+deduplication is at least 1.2x where the link between the nodes is the bottleneck.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import platform
+import statistics
+import sys
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from benchmarks import halo_ranks
+from benchmarks.netns import Link, Network, missing
+
+SIZES = (256, 1024, 4096, 16384, 65536, 262144)
+LINKS = (Link(200, packet_bytes=8192), Link(200))
+TOKENS = {"T": 96, "D": 1024, "experts": 64, "K": 8}
+
+
+def child(pipe: Connection, network: Network, rank: int, world: int, port: int, job: dict[str, Any]) -> None:
+    try:
+        pipe.send(halo_ranks.run(network, rank, world, port, job))
+    except BaseException as e:
+        pipe.send(e if isinstance(e, Exception) else RuntimeError(repr(e)))
+        raise
+
+
+def measure(nodes: int, link: Link, job: dict[str, Any]) -> dict[str, Any]:
+    """Rank 0's results of a job on emulated nodes."""
+    context, world = mp.get_context("fork"), nodes * halo_ranks.LANES
+    with Network(nodes, link) as network:
+        pipes, children = [], []
+        for rank in range(world):
+            here, there = context.Pipe()
+            process = context.Process(target=child, args=(there, network, rank, world, 29617, job), daemon=True)
+            process.start()
+            there.close()
+            pipes.append(here)
+            children.append(process)
+        try:
+            results = [pipe.recv() if pipe.poll(900) else RuntimeError("no answer within 900 s") for pipe in pipes]
+        finally:
+            for process in children:
+                process.join(5)
+                if process.is_alive():
+                    process.kill()
+    for r in results:
+        if isinstance(r, Exception):
+            raise r
+    found: dict[str, Any] = results[0]
+    return found
+
+
+def fit(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """(seconds, bytes per second) of time = latency + bytes / bandwidth, least squares of relative errors."""
+    rows = torch.tensor([[1.0 / t, n / t] for n, t in points], dtype=torch.float64)
+    latency, slope = torch.linalg.lstsq(rows, torch.ones(len(points), 1, dtype=torch.float64)).solution[:, 0].tolist()
+    return latency, 1.0 / slope if slope > 0 else float("inf")
+
+
+def med(times: list[float]) -> float:
+    return statistics.median(times)
+
+
+def report(nodes: int, link: Link, found: dict[str, Any]) -> dict[str, Any]:
+    """Print the tables of one network; returns its figures."""
+    latency, bandwidth = fit(found["link"])
+    print(f"\n{nodes} nodes x {halo_ranks.LANES} lanes, links of {link}")
+    print(f"  one message between nodes: {latency * 1e3:.2f} ms + bytes / {bandwidth / 1e6:.1f} MB/s (fitted)")
+    print(
+        f"  {'B a pair':>9} {'gloo':>9} {'flat':>9} {'HALO':>9} {'gain':>6}   {'rows only: gloo':>15} {'flat':>9} {'HALO':>9} {'gain':>6}"
+    )
+    rows = []
+    for entry in found["sizes"]:
+        t = {name: med(v) for name, v in entry["times"].items()}
+        gain = min(t["gloo"], t["flat"]) / t["halo"]
+        gain_rows = min(t["gloo rows"], t["flat rows"]) / t["halo rows"]
+        print(
+            f"  {entry['pair_bytes']:>9} {t['gloo'] * 1e3:9.2f} {t['flat'] * 1e3:9.2f} {t['halo'] * 1e3:9.2f} {gain:6.2f}   "
+            f"{t['gloo rows'] * 1e3:15.2f} {t['flat rows'] * 1e3:9.2f} {t['halo rows'] * 1e3:9.2f} {gain_rows:6.2f}"
+        )
+        rows.append(
+            {
+                "pair_bytes": entry["pair_bytes"],
+                "rank_bytes": entry["rank_bytes"],
+                "seconds": t,
+                "gain": gain,
+                "gain_rows": gain_rows,
+            }
+        )
+    fits = {}
+    for name in ("gloo", "flat", "halo"):
+        a, b = fit([(e["rank_bytes"], e["seconds"][name]) for e in rows])
+        fits[name] = {"latency_s": a, "bytes_per_s_and_rank": b}
+        print(f"  {name}: {a * 1e3:.2f} ms + bytes of a rank / {b / 1e6:.2f} MB/s")
+    t = {name: med(v) for name, v in found["tokens"]["times"].items()}
+    dedup = {"vs_slots": t["slots"] / t["node dedup"], "vs_rank_dedup": t["rank dedup"] / t["node dedup"]}
+    print(
+        f"  tokens {found['tokens']['shape']}: per slot (gloo) {t['slots'] * 1e3:.1f} ms, rank dedup {t['rank dedup'] * 1e3:.1f} ms, "
+        f"node dedup {t['node dedup'] * 1e3:.1f} ms: {dedup['vs_slots']:.2f}x and {dedup['vs_rank_dedup']:.2f}x"
+    )
+    o = found["overlap"]
+    whole, waves = med(o["times"]["whole"]), med(o["times"]["waves"])
+    exposed = {"whole": whole - o["compute"], "waves": waves - o["compute"]}
+    print(
+        f"  experts of {o['compute'] * 1e3:.1f} ms: after the exchange {whole * 1e3:.1f} ms, in waves {waves * 1e3:.1f} ms; "
+        f"exposed {exposed['whole'] * 1e3:.1f} -> {exposed['waves'] * 1e3:.1f} ms"
+    )
+    return {
+        "nodes": nodes,
+        "lanes": halo_ranks.LANES,
+        "link": {"mbit": link.mbit, "packet_bytes": link.packet_bytes, "latency_s": latency, "bytes_per_s": bandwidth},
+        "sizes": rows,
+        "fits": fits,
+        "tokens": {"shape": found["tokens"]["shape"], "seconds": t, **dedup},
+        "overlap": {"compute_s": o["compute"], "whole_s": whole, "waves_s": waves, "exposed_s": exposed},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--reps", type=int, default=None, help="rounds per size")
+    parser.add_argument("--quick", action="store_true", help="2 nodes, one link, fewer sizes and rounds")
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    reason = missing()
+    if reason is not None:
+        print(f"not measured: {reason}")
+        return 0
+    sizes, links, nodes = (SIZES[1::2], LINKS[:1], args.nodes[:1]) if args.quick else (SIZES, LINKS, args.nodes)
+    job = {"sizes": sizes, "reps": args.reps or (5 if args.quick else 9), "tokens": TOKENS}
+    start = time.time()
+    found = [report(n, link, measure(n, link, job)) for n in nodes for link in links]
+    machine = {
+        "processors": os.cpu_count(),
+        "machine": platform.processor() or platform.machine(),
+        "kernel": platform.release(),
+        "load_average": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "seconds": time.time() - start,
+    }
+    print(f"\n{machine}")
+    if args.json:
+        with open(args.json, "w") as f:
+            json.dump({"benchmark": "halo", "machine": machine, "networks": found}, f, indent=1)
+    gains = [(e["gain"], n["nodes"], e["pair_bytes"]) for n in found for e in n["sizes"]]
+    most = max(e["gain"] for n in found if n["nodes"] == max(nodes) for e in n["sizes"][:2])
+    least = min(gains)
+    dedup = min(n["tokens"]["vs_rank_dedup"] for n in found)
+    good = least[0] >= 0.95 and most > 1.0 and dedup >= 1.2
+    print(
+        f"{'PASS' if good else 'FAIL'}: HALO {most:.2f}x on small messages (goal > 1), at least {least[0]:.2f}x "
+        f"({least[1]} nodes, {least[2]} B; goal 0.95), node dedup {dedup:.2f}x over rank dedup (goal 1.2)"
+    )
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
