@@ -15,6 +15,7 @@ from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchmoe.comm.transport import P2P, Message, Work, check_op
 from torchmoe.errors import ConfigError, ExchangeError, ExchangeTimeout, PeerLost
@@ -46,8 +47,25 @@ class _Op:
         self.ended = self.handed = False
         self.error: BaseException | None = None
 
+    def who(self) -> str:
+        return f"rank {self.peer}"
+
     def text(self) -> str:
         return f"{self.buffer.numel()} B {'to' if self.side == 'send' else 'from'} rank {self.peer}"
+
+
+class _Swap(_Op):
+    """A message to and from every other rank of a group, as one operation."""
+
+    def __init__(self, ranks: Sequence[int], sent: Tensor, buffer: Tensor, work: dist.Work | None) -> None:
+        super().__init__(P2P("recv", ranks[0], buffer), work)
+        self.ranks, self.sent = list(ranks), sent
+
+    def text(self) -> str:
+        return f"{self.sent.numel()} B to and {self.buffer.numel()} B from ranks {self.ranks}"
+
+    def who(self) -> str:
+        return f"one of ranks {self.ranks}"
 
 
 def translate(error: BaseException, what: str, communicator: str, op: _Op) -> ExchangeError:
@@ -56,12 +74,12 @@ def translate(error: BaseException, what: str, communicator: str, op: _Op) -> Ex
     where = f"{what}: {op.text()} on communicator {communicator!r}"
     if any(s in text for s in LOST):
         lost = PeerLost(
-            f"{where} failed because rank {op.peer} closed the connection (it died, or gave up after an error of its own); "
+            f"{where} failed because {op.who()} closed the connection (it died, or gave up after an error of its own); "
             f"look at the log of the rank that failed first ({text[:160]})"
         )
-        lost.peer = op.peer
+        lost.peer = None if isinstance(op, _Swap) else op.peer
         return lost
-    return ExchangeError(f"{where} failed: {text[:400]}; look at the log of rank {op.peer}")
+    return ExchangeError(f"{where} failed: {text[:400]}; look at the log of {op.who()}")
 
 
 class _Waiter(threading.Thread):
@@ -145,7 +163,7 @@ class _Posted:
         late = [op for op in self._ops if not op.ended]
         self._error = ExchangeTimeout(
             f"{self._what}: after {timeout:g} s still missing {', '.join(op.text() for op in late)} on communicator "
-            f"{self._communicator!r}; rank {late[0].peer} is late, stuck or out of order: look at its log, "
+            f"{self._communicator!r}; {late[0].who()} is late, stuck or out of order: look at its log, "
             "or raise Deadlines.exchange"
         )
         self._failed(str(self._error))
@@ -226,15 +244,7 @@ class C10dTransport:
 
     def post(self, communicator: str, ops: Sequence[P2P], what: str) -> Work:
         """Start all of ``ops`` and return. See :class:`~torchmoe.comm.transport.Transport`."""
-        if communicator not in self._groups:
-            raise ConfigError(
-                f"{what}: rank {self.rank} is not in a communicator {communicator!r}; it has {', '.join(self._groups) or 'none'}"
-            )
-        if communicator in self._broken:
-            raise PeerLost(
-                f"{what}: communicator {communicator!r} is unusable since an earlier error: {self._broken[communicator]}"
-            )
-        c, pg = self._groups[communicator]
+        c, pg = self._group(communicator, what)
         for op in ops:
             b = check_op(op, self.rank, c, what)
             host = c.host or self.device.type == "cpu"
@@ -248,6 +258,51 @@ class C10dTransport:
         if c.host or self.device.type == "cpu":
             return self._post_gloo(c, pg, ops, what)
         return self._post_nccl(c, pg, ops, what)
+
+    def members(self, communicator: str) -> tuple[int, ...]:
+        """Global ranks of a communicator, in its order."""
+        return self._group(communicator, "members")[0].ranks
+
+    def swap(
+        self,
+        communicator: str,
+        send: Tensor,
+        send_bytes: Sequence[int],
+        recv: Tensor,
+        recv_bytes: Sequence[int],
+        *,
+        what: str,
+    ) -> Work:
+        """One all-to-all collective. See :class:`~torchmoe.comm.transport.SwapTransport`."""
+        c, pg = self._group(communicator, what)
+        if self._record:
+            pairs = zip(c.ranks, send_bytes, strict=True)
+            self._log += [Message(communicator, self.rank, r, n) for r, n in pairs if n and r != self.rank]
+        others = [r for r in c.ranks if r != self.rank]
+        gloo = c.host or self.device.type == "cpu"
+        try:
+            work = dist.all_to_all_single(recv, send, list(recv_bytes), list(send_bytes), group=pg, async_op=True)
+        except RuntimeError as e:
+            error = translate(e, what, c.name, _Swap(others, send, recv, None))
+            self._broken.setdefault(c.name, str(error))
+            raise error from None
+        op = _Swap(others, send, recv, work)
+        if not gloo:
+            return self._handle(c, [op], what, _poll_nccl, _sleep_nccl)
+        if self._threads:
+            self._hand_over(c.name, [op])
+        return self._handle(c, [op], what, lambda ops: self._hand_over(c.name, ops), self._sleep_gloo, not self._threads)
+
+    def _group(self, communicator: str, what: str) -> tuple[Communicator, dist.ProcessGroup]:
+        if communicator not in self._groups:
+            raise ConfigError(
+                f"{what}: rank {self.rank} is not in a communicator {communicator!r}; it has {', '.join(self._groups) or 'none'}"
+            )
+        if communicator in self._broken:
+            raise PeerLost(
+                f"{what}: communicator {communicator!r} is unusable since an earlier error: {self._broken[communicator]}"
+            )
+        return self._groups[communicator]
 
     def log(self) -> list[Message]:
         """Every message sent so far, in order; empty unless ``record=True``."""

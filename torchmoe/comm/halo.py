@@ -71,6 +71,8 @@ class HierarchicalAllToAll(TokenExchange):
         domains: see :class:`Topology`; messages to near nodes go first.
         num_experts, owners: see :class:`TokenExchange`; ``owners`` counts in ``ranks``.
         deadlines: how long one exchange may take.
+        collective: one all-to-all of the process group per hop where the transport has it (fewer switches of threads on
+            gloo); False for single messages, which name the peer when something goes wrong.
 
     Raises:
         ConfigError: lanes that do not divide the ranks, or a rank outside them.
@@ -86,6 +88,7 @@ class HierarchicalAllToAll(TokenExchange):
         num_experts: int | None = None,
         owners: Sequence[int] | None = None,
         deadlines: Deadlines | None = None,
+        collective: bool = True,
     ) -> None:
         self.ranks = tuple(range(transport.world_size) if ranks is None else ranks)
         self.topology = Topology.of(len(self.ranks), lanes, domains)
@@ -95,7 +98,7 @@ class HierarchicalAllToAll(TokenExchange):
             "lane": {n: self.ranks[n * lanes + self.lane] for n in range(self.topology.nodes) if n != self.node},
             "node": {k: self.ranks[self.node * lanes + k] for k in range(lanes) if k != self.lane},
         }
-        self._wire = RowWire(transport, (deadlines or Deadlines()).exchange)
+        self._wire = RowWire(transport, (deadlines or Deadlines()).exchange, collective=collective)
 
     @staticmethod
     def communicators(ranks: Sequence[int], lanes: int) -> tuple[Communicator, ...]:

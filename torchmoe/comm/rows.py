@@ -7,20 +7,24 @@ trailer is poisoned before it is posted, so what did not arrive cannot pass.
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchmoe.comm.pending import Pending
-from torchmoe.comm.transport import P2P, Transport
+from torchmoe.comm.transport import P2P, SwapTransport, Transport, Work
 from torchmoe.costs.colocated import TRAILER_BYTES, row_message_bytes
 from torchmoe.errors import ExchangeError
 
-__all__ = ["KINDS", "Field", "RowWire"]
+__all__ = ["KINDS", "Field", "RowWire", "fields_of"]
 
 KINDS = ("counts", "rows", "d_rows", "dispatch", "d_dispatch", "combine", "d_combine")
+_CODES = {kind: i for i, kind in enumerate(KINDS)}
 
 Field = tuple[int, torch.dtype]
 """Columns and dtype of one field of a row."""
@@ -31,16 +35,27 @@ def fields_of(tensors: Sequence[Tensor]) -> list[Field]:
     return [(t.shape[1], t.dtype) for t in tensors]
 
 
+class _Arrival(NamedTuple):
+    """A message that must come: the buffer of it, and what its trailer must say."""
+
+    peer: int
+    buffer: Tensor
+    word: int
+    rows: int
+
+
 class RowWire:
     """Packs, posts and checks messages of rows.
 
     Args:
         transport: the wire.
         timeout: seconds an exchange may take.
+        collective: use the transport's ``swap``; then every rank of a communicator makes every call, also without rows.
     """
 
-    def __init__(self, transport: Transport, timeout: float) -> None:
+    def __init__(self, transport: Transport, timeout: float, *, collective: bool = False) -> None:
         self.transport, self.timeout = transport, timeout
+        self._swap = transport if collective and isinstance(transport, SwapTransport) else None
         self._sequence: Counter[tuple[str, str, int]] = Counter()
 
     def post(
@@ -66,49 +81,68 @@ class RowWire:
         Returns:
             A handle whose ``wait`` gives global rank -> fields, for the peers that sent rows.
         """
-        ops: list[P2P] = []
-        arriving: list[tuple[int, Tensor, tuple[int, int]]] = []
-        for peer, rows in receives.items():
-            if rows:
-                buffer = torch.empty(_bytes(rows, fields), dtype=torch.uint8, device=device)
-                buffer[-TRAILER_BYTES:] = 0xFF
-                ops.append(P2P("recv", peer, buffer))
-                arriving.append((peer, buffer, self._words(communicator, "recv", peer, kind, rows)))
-        for peer, tensors in sends.items():
-            if tensors[0].shape[0]:
-                words = self._words(communicator, "send", peer, kind, tensors[0].shape[0])
-                ops.append(P2P("send", peer, _pack(tensors, words)))
+        widths = [cols * dtype.itemsize for cols, dtype in fields]
+        come = {peer: row_message_bytes(rows, widths) for peer, rows in receives.items() if rows}
+        go = {
+            peer: row_message_bytes(tensors[0].shape[0], [t.shape[1] * t.dtype.itemsize for t in tensors])
+            for peer, tensors in sends.items()
+            if tensors[0].shape[0]
+        }
+        recv = torch.empty(sum(come.values()), dtype=torch.uint8, device=device)
+        send = torch.empty(sum(go.values()), dtype=torch.uint8, device=device)
+        into, out = _cut(recv, come), _cut(send, go)
+        arriving = [
+            _Arrival(peer, part, self._word(communicator, "recv", peer, kind), receives[peer]) for peer, part in into.items()
+        ]
+        for _, part, _, _ in arriving:
+            _poison(part)
+        for peer, part in out.items():
+            tensors = sends[peer]
+            _pack(part, tensors, self._word(communicator, "send", peer, kind))
         what = f"{kind} on rank {self.transport.rank}"
+        work = self._start(communicator, send, out, recv, into, what)
 
         def finish() -> dict[int, list[Tensor]]:
-            self._check(arriving, communicator)
-            return {peer: _unpack(buffer, words[1], fields) for peer, buffer, words in arriving}
+            for arrival in arriving:
+                self._check(arrival, communicator)
+            return {a.peer: _views(a.buffer, a.rows, fields) for a in arriving}
 
-        work = self.transport.post(communicator, ops, what)
-        return Pending(work, self.timeout, finish, what=what, num_bytes=sum(op.buffer.numel() for op in ops))
+        return Pending(work, self.timeout, finish, what=what, num_bytes=send.numel() + recv.numel())
+
+    def _start(
+        self, communicator: str, send: Tensor, out: Mapping[int, Tensor], recv: Tensor, into: Mapping[int, Tensor], what: str
+    ) -> Work:
+        if self._swap is None:
+            ops = [P2P("recv", peer, part) for peer, part in into.items()]
+            ops += [P2P("send", peer, part) for peer, part in out.items()]
+            return self.transport.post(communicator, ops, what)
+        ranks = self._swap.members(communicator)
+        sent = [out[r].numel() if r in out else 0 for r in ranks]
+        got = [into[r].numel() if r in into else 0 for r in ranks]
+        return self._swap.swap(communicator, send, sent, recv, got, what=what)
 
     def counts(self, communicator: str, values: Mapping[int, Sequence[int]], width: int) -> dict[int, list[int]]:
         """Exchange ``width`` integers with every peer (on the host, also zeros): global rank -> what it sent here."""
         fields: list[Field] = [(width, torch.int64)]
-        sends = {peer: [torch.tensor([list(v)], dtype=torch.int64)] for peer, v in values.items()}
+        rows = torch.tensor(list(values.values()), dtype=torch.int64)
+        sends = {peer: [rows[i : i + 1]] for i, peer in enumerate(values)}
         pending = self.post(communicator, "counts", sends, dict.fromkeys(values, 1), fields, device=torch.device("cpu"))
         return {peer: tensors[0][0].tolist() for peer, tensors in pending.wait().items()}
 
-    def _words(self, communicator: str, side: str, peer: int, kind: str, rows: int) -> tuple[int, int]:
-        self._sequence[communicator, side, peer] += 1
-        return self._sequence[communicator, side, peer] << 8 | KINDS.index(kind), rows
+    def _word(self, communicator: str, side: str, peer: int, kind: str) -> int:
+        key = communicator, side, peer
+        self._sequence[key] += 1
+        return self._sequence[key] << 8 | _CODES[kind]
 
-    def _check(self, arriving: Sequence[tuple[int, Tensor, tuple[int, int]]], communicator: str) -> None:
-        if not arriving:
-            return
-        trailers = torch.stack([buffer[-TRAILER_BYTES:] for _, buffer, _ in arriving]).view(torch.int64).tolist()
-        for (peer, buffer, (word, rows)), (got_word, got_rows) in zip(arriving, trailers, strict=True):
-            if (got_word, got_rows) != (word, rows):
-                got = _text(got_word, got_rows) if got_word > 0 else "a message that is too short"
-                raise ExchangeError(
-                    f"from rank {peer} to rank {self.transport.rank} on {communicator!r}: expected {_text(word, rows)} "
-                    f"({buffer.numel()} B), got {got}; the ranks run different programs, call the exchange in one order on all"
-                )
+    def _check(self, arrival: _Arrival, communicator: str) -> None:
+        word, rows = _trailer(arrival.buffer)
+        if (word, rows) != (arrival.word, arrival.rows):
+            got = _text(word, rows) if word > 0 else "a message that is too short"
+            raise ExchangeError(
+                f"from rank {arrival.peer} to rank {self.transport.rank} on {communicator!r}: expected "
+                f"{_text(arrival.word, arrival.rows)} ({arrival.buffer.numel()} B), got {got}; "
+                "the ranks run different programs, call the exchange in one order on all"
+            )
 
 
 def _text(word: int, rows: int) -> str:
@@ -116,8 +150,13 @@ def _text(word: int, rows: int) -> str:
     return f"{kind} number {word >> 8} with {rows} rows"
 
 
-def _bytes(rows: int, fields: Sequence[Field]) -> int:
-    return row_message_bytes(rows, [cols * dtype.itemsize for cols, dtype in fields])
+def _cut(buffer: Tensor, sizes: Mapping[int, int]) -> dict[int, Tensor]:
+    """Peers in ascending order, the order of a communicator's ranks, so that parts lie as ``swap`` wants them."""
+    out, at = {}, 0
+    for peer in sorted(sizes):
+        out[peer] = buffer[at : at + sizes[peer]]
+        at += sizes[peer]
+    return out
 
 
 def _views(buffer: Tensor, rows: int, fields: Sequence[Field]) -> list[Tensor]:
@@ -129,14 +168,27 @@ def _views(buffer: Tensor, rows: int, fields: Sequence[Field]) -> list[Tensor]:
     return views
 
 
-def _pack(tensors: Sequence[Tensor], words: tuple[int, int]) -> Tensor:
-    rows, fields = tensors[0].shape[0], fields_of(tensors)
-    buffer = torch.empty(_bytes(rows, fields), dtype=torch.uint8, device=tensors[0].device)
-    for view, tensor in zip(_views(buffer, rows, fields), tensors, strict=True):
+def _pack(buffer: Tensor, tensors: Sequence[Tensor], word: int) -> None:
+    rows = tensors[0].shape[0]
+    for view, tensor in zip(_views(buffer, rows, fields_of(tensors)), tensors, strict=True):
         view.copy_(tensor)
-    buffer[-TRAILER_BYTES:].view(torch.int64).copy_(torch.tensor(words))
-    return buffer
+    if buffer.device.type == "cpu":  # a tensor operation for 16 bytes costs as much as the rest of a small message
+        ctypes.memmove(buffer.data_ptr() + buffer.numel() - TRAILER_BYTES, struct.pack("<qq", word, rows), TRAILER_BYTES)
+    else:
+        buffer[-TRAILER_BYTES:].view(torch.int64).copy_(torch.tensor([word, rows]))
 
 
-def _unpack(buffer: Tensor, rows: int, fields: Sequence[Field]) -> list[Tensor]:
-    return _views(buffer, rows, fields)
+def _poison(buffer: Tensor) -> None:
+    if buffer.device.type == "cpu":
+        ctypes.memset(buffer.data_ptr() + buffer.numel() - TRAILER_BYTES, 0xFF, TRAILER_BYTES)
+    else:
+        buffer[-TRAILER_BYTES:] = 0xFF
+
+
+def _trailer(buffer: Tensor) -> tuple[int, int]:
+    if buffer.device.type == "cpu":
+        raw = ctypes.string_at(buffer.data_ptr() + buffer.numel() - TRAILER_BYTES, TRAILER_BYTES)
+        word, rows = struct.unpack("<qq", raw)
+        return word, rows
+    word, rows = buffer[-TRAILER_BYTES:].view(torch.int64).tolist()
+    return word, rows

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchmoe.errors import ConfigError
 from torchmoe.placement import Communicator
 
-__all__ = ["Message", "P2P", "Transport", "Work", "check_op", "payload"]
+__all__ = ["Message", "P2P", "SwapTransport", "Transport", "Work", "check_op", "payload"]
 
 
 class P2P(NamedTuple):
@@ -68,6 +68,27 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release the communicators. Messages in flight are abandoned."""
+
+
+@runtime_checkable
+class SwapTransport(Transport, Protocol):
+    """A transport that also has one call for a message to and from every rank of a communicator, where that is cheaper."""
+
+    def members(self, communicator: str) -> tuple[int, ...]:
+        """Global ranks of a communicator, in its order."""
+
+    def swap(
+        self,
+        communicator: str,
+        send: Tensor,
+        send_bytes: Sequence[int],
+        recv: Tensor,
+        recv_bytes: Sequence[int],
+        *,
+        what: str,
+    ) -> Work:
+        """Start sending ``send``, cut by ``send_bytes``, to the communicator's ranks in order (this one's part included), and
+        receiving ``recv`` likewise. All ranks of the communicator call it, in one order. Buffers are 1-D uint8."""
 
 
 def payload(x: Tensor) -> Tensor:
