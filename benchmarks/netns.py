@@ -84,9 +84,8 @@ class Network:
                 ns, veth = f"{self.tag}n{i}", f"{self.tag}v{i}"
                 _sh(f"ip netns add {ns} && ip link add {veth} type veth peer name eth0 netns {ns}")
                 _sh(f"ip link set {veth} mtu 9000 master {bridge} up && ip -n {ns} link set eth0 mtu 9000")
-                _sh(
-                    f"ip -n {ns} addr add {self.address(i)}/24 dev eth0 && ip -n {ns} link set eth0 up && ip -n {ns} link set lo up"
-                )
+                _sh(f"ip -n {ns} addr add {self.address(i)}/24 dev eth0 && ip -n {ns} link set eth0 up")
+                _sh(f"ip -n {ns} link set lo up")
                 for key, value in (("tcp_congestion_control", "reno"), ("tcp_slow_start_after_idle", "0")):
                     _sh(f"ip netns exec {ns} sysctl -qw net.ipv4.{key}={value}", check=False)
                 _sh(f"ip netns exec {ns} tc qdisc replace dev eth0 root {shaper} && tc qdisc replace dev {veth} root {shaper}")
