@@ -76,7 +76,7 @@ def print_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
         sim = f"{1e3 * r['predicted']:.0f} ({100 * r['error']:+.1f} %)"
         print(
             f"{r['scheme']:42s} {steps:26s} {r['gain']:5.2f} {100 * r['exposed']:6.0f} % {sim:>16s} "
-            f"{1e3 * r['bound']:7.0f} {r['live']:5d}"
+            f"{1e3 * r['bound']:7.0f} {r['live']:5.0f}"
         )
 
 
@@ -84,7 +84,7 @@ def measure(
     cluster: Cluster | Loopback, cal: Calibration, rate: float, links: Links, args: argparse.Namespace, out: dict[str, Any]
 ) -> None:
     """All schemes of one calibration; adds to ``out``."""
-    chosen = [s for s in schemes(cal, rate) if args.full or s.main]
+    chosen = schemes(cal, rate, full=args.full)
     for s in chosen:
         verify(s.schedule, s.wiring)
     predictions = {s.name: s.simulate(links) for s in chosen}

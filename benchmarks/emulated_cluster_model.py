@@ -12,18 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from torchmoe.pipeline.action import Schedule
-from torchmoe.pipeline.costs import Costs
-from torchmoe.pipeline.lower import lower
+from torchmoe.pipeline.compare import Scheme, UnitCosts, Work, af_scheme, colocated_scheme
 from torchmoe.pipeline.network import Links
-from torchmoe.pipeline.schedules.afpipe import afpipe
-from torchmoe.pipeline.schedules.colocated import ColocatedWiring, colocated
-from torchmoe.pipeline.simulate import Simulation, simulate
-from torchmoe.pipeline.verify import verify
-from torchmoe.pipeline.wiring import DisaggregatedWiring, Wiring
-from torchmoe.placement import Placement, Residual
 
-__all__ = ["Calibration", "Scheme", "schemes"]
+__all__ = ["Calibration", "Scheme", "schemes", "work_of"]
 
 WORLD, LAYERS, ROUNDS = 8, 8, 4
 """Ranks, MoE layers, and micro-batches of every rank: 32 rank-micro-batches ("units") in all."""
@@ -75,115 +67,31 @@ class Calibration:
         return self.unit / 1e3 * (2 / 3 if self.reading == "step" else 1.0)
 
 
-@dataclass(frozen=True)
-class Scheme:
-    """One layout with its schedule and costs.
-
-    Args:
-        name: as in the table.
-        schedule: lowered.
-        wiring: groups of the schedule.
-        costs: seconds and bytes.
-        placement: of A/F schemes, else None.
-        residual: of A/F schemes.
-        family: the kind of scheme, for speed-ups.
-        main: part of every run; the others only of full ones.
-    """
-
-    name: str
-    schedule: Schedule
-    wiring: Wiring
-    costs: Costs
-    placement: Placement | None = None
-    residual: Residual | None = None
-    family: str = ""
-    main: bool = True
-
-    def simulate(self, links: Links, *, record: bool = False) -> Simulation:
-        return simulate(self.schedule, self.costs, self.wiring, links=links, issue="ahead", record=record)
-
-    def live(self) -> int:
-        """Most live units on any rank, in units of one layer's half on one rank's micro-batch."""
-        report = verify(self.schedule, self.wiring)
-        scale = WORLD * ROUNDS / self.schedule.num_microbatches
-        return max(round(n * scale / self.wiring.size(g)) for g, n in report.peak_live.items())
+def work_of(cal: Calibration, rate: float, links: Links | None = None) -> Work:
+    """The step at one calibration; ``rate`` (bytes per second of a link) turns the seconds of transfers into bytes."""
+    size = cal.all_to_all * rate
+    costs = UnitCosts(attention=cal.attention, experts=cal.experts, all_to_all=size, hand_over=size / TOP_K)
+    return Work(costs=costs, ranks=WORLD, layers=LAYERS, rounds=ROUNDS, links=links or Links(bandwidth=rate))
 
 
-def _colocated(
-    cal: Calibration,
-    rate: float,
-    *,
-    groups: int = 1,
-    chunks: int = 1,
-    parts: int = 1,
-    overlap: bool = False,
-    split: bool = False,
-    name: str,
-    family: str,
-    main: bool = True,
-) -> Scheme:
-    ep = WORLD // groups
-    wiring = ColocatedWiring(num_layers=LAYERS, ep_size=ep, num_groups=groups, num_chunks=chunks, a2a_chunks=parts)
-    one = cal.all_to_all * rate * ep  # bytes of one all-to-all of the whole group, without self-copies
-    message = dict.fromkeys(("dispatch", "combine", "d_combine", "d_dispatch"), one) | dict.fromkeys(
-        ("act", "d_act"), one / TOP_K
-    )
-    costs = _costs(cal, message, 1.0, 1.0, parts)
-    schedule = colocated(wiring, ROUNDS * groups, overlap=overlap, split_weights=split)
-    return Scheme(name, schedule, wiring, costs, family=family, main=main)
-
-
-def _costs(cal: Calibration, message: dict[str, float], attention: float, experts: float, parts: int = 1) -> Costs:
-    """Costs per micro-batch with so many units per attention and per expert rank. The head is free in every scheme."""
-    head = 2 * LAYERS
-
-    def seconds(stage: int) -> float:
-        return 0.0 if stage == head else cal.experts * experts if stage % 2 else cal.attention * attention
-
-    return Costs(forward=seconds, input_grad=seconds, weight_grad=seconds, message=message, parts=parts)
-
-
-def af(
-    cal: Calibration,
-    rate: float,
-    p: int,
-    attention: int,
-    cycle: int,
-    *,
-    weights_held: int = 0,
-    fixed: bool = True,
-    name: str,
-    main: bool = True,
-) -> Scheme:
-    """AF-Pipe with p groups per role; ``attention`` ranks of each A group, the rest of its share of ranks is the F group."""
-    experts = WORLD // p - attention
-    placement = Placement(attention=[attention] * p, ffn=[experts] * p, num_layers=LAYERS, num_experts=experts)
-    units = 4 // p  # units of one micro-batch; ranks of a group share them
-    residual: Residual = "local" if p == 1 else "ride"
-    total = units * cal.all_to_all * rate
-    message = dict.fromkeys(("dispatch", "combine", "d_combine", "d_dispatch"), total)
-    order = afpipe(placement, WORLD * ROUNDS // units, cycle=cycle, weights_held=weights_held)
-    schedule = lower(order, placement, residual=residual, fixed_sizes=fixed)
-    costs = _costs(cal, message, units / attention, units / experts)
-    wiring = DisaggregatedWiring(placement, residual=residual, fixed_sizes=fixed)
-    return Scheme(name, schedule, wiring, costs, placement, residual, "AF-Pipe", main)
-
-
-def schemes(cal: Calibration, rate: float) -> list[Scheme]:
-    """All schemes at one calibration.
-
-    Args:
-        rate: bytes per second of a link; with it the seconds of a transfer become bytes.
-    """
-    return [
-        _colocated(cal, rate, groups=2, chunks=4, name="EP4 x PP2 interleaved 1F1B, blocking", family="baseline"),
-        _colocated(cal, rate, name="EP8 without PP, blocking", family="baseline", main=False),
-        _colocated(cal, rate, groups=2, chunks=4, parts=4, name="EP4 x PP2, 4 chunks", family="chunked", main=False),
-        _colocated(cal, rate, parts=4, name="EP8, 4 chunks", family="chunked"),
-        _colocated(cal, rate, overlap=True, name="EP8 DualPipe-like", family="DualPipe-like", main=False),
-        _colocated(cal, rate, overlap=True, split=True, name="EP8 DualPipe-like, weights apart", family="DualPipe-like"),
-        af(cal, rate, 2, 2, 8, name="AF-Pipe p=2, 2+2, cycle 8"),
-        af(cal, rate, 1, 4, 4, name="AF-Pipe p=1, 4+4, cycle 4"),
-        af(cal, rate, 1, 5, 4, name="AF-Pipe p=1, 5+3, cycle 4"),
-        af(cal, rate, 1, 4, 4, fixed=False, name="AF-Pipe p=1, 4+4, exact sizes", main=False),
+def schemes(cal: Calibration, rate: float, *, full: bool = False) -> list[Scheme]:
+    """All schemes at one calibration, the reference first; ``full`` adds weaker baselines and variants."""
+    w = work_of(cal, rate)
+    out = [
+        colocated_scheme(w, groups=2, chunks=4),
+        colocated_scheme(w, parts=4),
+        colocated_scheme(w, overlap=True, split_weights=True),
+        af_scheme(w, p=2, attention=2, cycle=8),
+        af_scheme(w, p=1, attention=4, cycle=4),
+        af_scheme(w, p=1, attention=5, cycle=4),
     ]
+    if full:
+        out += [
+            colocated_scheme(w),
+            colocated_scheme(w, groups=2, chunks=4, parts=4),
+            colocated_scheme(w, overlap=True),
+            af_scheme(w, p=1, attention=4, cycle=2),
+            af_scheme(w, p=1, attention=4, cycle=4, weights_held=4),
+            af_scheme(w, p=1, attention=4, cycle=4, fixed_sizes=False),
+        ]
+    return out

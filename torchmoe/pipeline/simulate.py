@@ -488,6 +488,7 @@ class _Run:
             target.blocked += self.now - since
             if self.record and self.now > since:
                 action = thread.steps[thread.position][2]
-                self.events.append(Event(target.rank, target.group, thread.name, str(action), "wait", since, self.now))
+                stream = "compute" if thread.name == "issue" else thread.name
+                self.events.append(Event(target.rank, target.group, stream, str(action), "wait", since, self.now))
             thread.blocked_since = None
             self.ready.append(thread)
