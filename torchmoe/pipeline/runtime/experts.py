@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from torchmoe.comm.m2n import Key, M2NExchange, Pending
 from torchmoe.comm.route import ReceivedRoute
 from torchmoe.pipeline.action import Action, Op
-from torchmoe.pipeline.runtime.ride import RideExperts
 from torchmoe.pipeline.runtime.role import Batch, key_of, run_hook, unknown_edge, unknown_op
-from torchmoe.pipeline.runtime.stage import Stages, WeightWork
+from torchmoe.pipeline.runtime.stage import ExpertStage, RidingExpertStage, Stages, WeightWork
 
 __all__ = ["ExpertRole"]
 
@@ -56,11 +55,11 @@ class ExpertRole:
         unit, stage = self._units[key], self._stages.experts[key.layer]
         if action.op is Op.FORWARD:
             assert unit.rows is not None
-            if isinstance(stage, RideExperts):
+            if self._exchange.residual == "ride":
                 primary_R = self._exchange.primary(key, unit.received, unit.rows[1])
-                unit.y_RD, saved = stage.forward_saved(*unit.rows, primary_R)
+                unit.y_RD, saved = cast(RidingExpertStage, stage).forward_saved(*unit.rows, primary_R)
             else:
-                unit.y_RD, saved = stage.forward_saved(*unit.rows)
+                unit.y_RD, saved = cast(ExpertStage, stage).forward_saved(*unit.rows)
             unit.rows = None
             unit.saved = saved if self._train else None
         elif action.op is Op.BACKWARD_INPUT:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from torchmoe.pipeline.action import Op
 from torchmoe.router import Routing
 
-if TYPE_CHECKING:
-    from torchmoe.pipeline.runtime.ride import RideExperts
-
-__all__ = ["AttentionOutput", "AttentionStage", "Embedding", "ExpertStage", "HeadStage", "MicroBatch", "Stages", "WeightWork"]
+__all__ = [
+    "AttentionOutput",
+    "AttentionStage",
+    "Embedding",
+    "ExpertStage",
+    "HeadStage",
+    "MicroBatch",
+    "RidingExpertStage",
+    "Stages",
+    "WeightWork",
+]
 
 
 @dataclass(frozen=True)
@@ -81,16 +88,27 @@ class ExpertStage(Protocol):
         """(dx_RD, dgates_RK, weight gradients to run later). dgates are 0 in slots of other owners."""
 
 
+class RidingExpertStage(Protocol):
+    """An expert stage of residual='ride': rows carry h, and rows whose primary this rank is get the residual added.
+
+    :class:`~torchmoe.pipeline.runtime.ride.RideExperts` makes one of an :class:`ExpertStage`, ffn_norm and shared experts.
+    """
+
+    def forward_saved(self, h_RD: Tensor, ids_RK: Tensor, gates_RK: Tensor, primary_R: Tensor) -> tuple[Tensor, Any]: ...
+
+    def backward_input(self, saved: Any, dy_RD: Tensor) -> tuple[Tensor, Tensor, WeightWork]: ...
+
+
 @dataclass
 class Stages:
     """The parts of the model that live on this rank, by MoE layer.
 
-    With residual='ride' the experts are :class:`~torchmoe.pipeline.runtime.ride.RideExperts`. ``hooks`` run UNSHARD, RESHARD
+    With residual='ride' the experts are riding stages. ``hooks`` run UNSHARD, RESHARD
     and REDUCE_GRAD actions, called with the unit's number.
     """
 
     attention: Mapping[int, AttentionStage] = field(default_factory=dict)
-    experts: Mapping[int, ExpertStage | RideExperts] = field(default_factory=dict)
+    experts: Mapping[int, ExpertStage | RidingExpertStage] = field(default_factory=dict)
     embedding: Embedding | None = None
     head: HeadStage | None = None
     hooks: Mapping[Op, Callable[[int], None]] = field(default_factory=dict)
