@@ -23,7 +23,7 @@ from torchmoe.kernels import launch as host
 from torchmoe.kernels import triton_backend as backend
 from torchmoe.kernels.tuning import Config, default_config
 
-__all__ = ["SHARED_LIMIT", "TARGETS", "Launch", "Report", "Shape", "compile_launch", "launches", "specialise"]
+__all__ = ["SHARED_LIMIT", "TARGETS", "Launch", "Report", "Shape", "compile_launch", "count_nvidia", "launches", "specialise"]
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
@@ -183,9 +183,13 @@ def _read_nvidia(cubin: bytes) -> tuple[int, int, int, int]:
         usage = subprocess.run([tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
         code = subprocess.run([tools / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
     registers = max((int(found) for found in re.findall(r"REG:(\d+)", usage)), default=0)
-    spills = len(re.findall(r"\b(?:STL|LDL)\b", code))
+    return registers, *count_nvidia(code)
+
+
+def count_nvidia(code: str) -> tuple[int, int, int]:
+    """(STL + LDL, HMMA + HGMMA + UTC*MMA, HGMMA + UTC*MMA) in NVIDIA machine code as text."""
     group = len(re.findall(r"\b(?:HGMMA|UTC\w*MMA)\b", code))
-    return registers, spills, group + len(re.findall(r"\bHMMA\b", code)), group
+    return len(re.findall(r"\b(?:STL|LDL)\b", code)), group + len(re.findall(r"\bHMMA\b", code)), group
 
 
 def _read_amd(code: str) -> tuple[int, int, int, int]:

@@ -92,24 +92,27 @@ def run(case: Case) -> Row:
     """Compile one case and judge it."""
     launch = case.launch()
     report = compile_launch(launch, case.target)
-    faults = []
+    shown = list(asdict(launch.config).values()) if launch.name in KERNELS else None
+    return Row(case.shape.name, case.dtype, shown, report, faults(launch, DTYPES[case.dtype], report))
+
+
+def faults(launch: Launch, dtype: torch.dtype, report: Report) -> list[str]:
+    """The rules of the gate that a compiled launch breaks."""
+    found = []
     if report.spills:
-        faults.append(f"spills ({report.spills})")
-    if report.shared > SHARED_LIMIT[case.target]:
-        faults.append(f"shared memory over {SHARED_LIMIT[case.target]}")
-    config = None
+        found.append(f"spills ({report.spills})")
+    if report.shared > SHARED_LIMIT[report.target]:
+        found.append(f"shared memory {report.shared} over the device's {SHARED_LIMIT[report.target]}")
     if launch.name in KERNELS:
-        config = launch.config
-        size = DTYPES[case.dtype].itemsize
-        if report.shared > shared_memory_bytes(launch.name, config, size) + SLACK:
-            faults.append("shared memory over the tuner's estimate")
-        half = case.dtype != "fp32"  # fp32 products are exact by default and have no tensor core
+        estimate = shared_memory_bytes(launch.name, launch.config, dtype.itemsize) + SLACK
+        if report.shared > estimate:
+            found.append(f"shared memory {report.shared} over the tuner's estimate {estimate}")
+        half = dtype.itemsize == 2  # fp32 products are exact by default and have no tensor core
         if half and not report.tensor_core_instructions:
-            faults.append("no tensor-core instruction")
-        if half and case.target in ("sm_90", "sm_100") and config.block_m >= 64 and not report.warpgroup_instructions:
-            faults.append("no warpgroup instruction")
-    shown = None if config is None else list(asdict(config).values())
-    return Row(case.shape.name, case.dtype, shown, report, faults)
+            found.append("no tensor-core instruction")
+        if half and report.target in ("sm_90", "sm_100") and launch.config.block_m >= 64 and not report.warpgroup_instructions:
+            found.append("no warpgroup instruction")
+    return found
 
 
 def _table(kernel: str, shape: Shape, dtype: str, target: str) -> tuple[Config, ...]:

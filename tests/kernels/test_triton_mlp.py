@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 
 from tests.kernels.interpreted import DEVICE, DTYPES, TOLERANCE, interpreter, triton_backend  # noqa: F401 (autouse fixture)
-from torchmoe.kernels import mlp
+from torchmoe.kernels import launch as host
+from torchmoe.kernels import mlp, reference
 from torchmoe.kernels.activations import ACTIVATIONS, is_gated
+from torchmoe.kernels.tuning import KERNELS, Config, Key, candidates
 from torchmoe.testing.oracle import expert_mlp_grads, relative_error
 
 
@@ -182,3 +185,106 @@ def test_rows_of_any_strides() -> None:
     assert all(torch.equal(got[1][name], want[1][name]) for name in want[1])
     layer.dy = torch.ones(1, 1, device=DEVICE).expand(7, 20)
     layer.check(torch.float32)
+
+
+def _shipped() -> list[tuple[str, Config]]:
+    """Every configuration of every table, with the kernels that it is for."""
+    found = {}
+    for architecture in ("sm_90", "gfx942", "default"):
+        for kernel in KERNELS:
+            for itemsize in (2, 4):
+                for bucket in (0, 6, 12):
+                    for config in candidates(Key(kernel, 1, 1, 1, itemsize, bucket), architecture):
+                        found[kernel, replace(config, group_m=2, num_warps=4, num_stages=2)] = None
+    return list(found)
+
+
+@pytest.mark.parametrize(("kernel", "config"), _shipped(), ids=lambda value: value if isinstance(value, str) else None)
+def test_every_shipped_tile_computes_what_the_reference_does(
+    kernel: str, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles of another size than the tests' own once hid a wrong kernel (https://github.com/ROCm/aiter/pull/4398)."""
+    monkeypatch.setattr(host, "run_gemm", lambda key, device, start, rehearse=None: start(config))
+    kernels, E, D, F = triton_backend(), 2, 40, 72
+    layer = Layer(routing(9, 1, 2), E, D, F, "swiglu", torch.float16)
+    w1, w3, w2 = (layer.weights[name] for name in ("w1", "w3", "w2"))
+    tokens, offsets, _, _ = kernels.build_queue(layer.ids, E)
+    h, gates = layer.dy.new_ones(9, 2 * F), layer.gates.reshape(-1)
+    calls = {
+        "up_projection": lambda to: to.up_projection(layer.x, tokens, offsets, w1, w3, None, None, "swiglu", True),
+        "down_projection": lambda to: (to.down_projection(h[:, :F], offsets, w2, None),),
+        "backward_hidden": lambda to: to.backward_hidden(layer.dy, tokens, offsets, gates, h, w2, None, "swiglu"),
+        "input_grad": lambda to: (to.input_grad(h, offsets, w1, w3),),
+        "weight_grad": lambda to: (
+            to.weight_grad_rows(h, layer.x, None, tokens, offsets, torch.ones(E, 2 * F, D, device=DEVICE)),
+        ),
+    }
+    for got, want in zip(calls[kernel](kernels), calls[kernel](reference), strict=True):
+        assert relative_error(got, want) < TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("slice_rows", [1, 3, 8])
+def test_split_reductions_give_the_weight_gradient(slice_rows: int) -> None:
+    """Experts longer than a slice go through ordered partial sums; the others, and those without rows, do not."""
+    kernels, E = triton_backend(), 5
+    ids = torch.tensor([3] * 13 + [1] * 2 + [0] * 4)[:, None]
+    tokens, offsets, _, _ = kernels.build_queue(ids.to(DEVICE), E)
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(19, n, generator=generator).to(DEVICE) for n in (20, 33))
+    for accumulate in (True, False):
+        start = torch.full((E, 20, 33), 1.0 if accumulate else float("nan"), device=DEVICE)
+        got = kernels.weight_grad_rows(left, right, tokens, None, offsets, start.clone(), accumulate, slice_rows=slice_rows)
+        want = reference.weight_grad_rows(left, right, tokens, None, offsets, start.clone(), accumulate)
+        assert relative_error(got, want) < 1e-6
+        again = kernels.weight_grad_rows(left, right, tokens, None, offsets, start.clone(), accumulate, slice_rows=slice_rows)
+        assert torch.equal(got, again)
+        assert torch.equal(got[[2, 4]], torch.full_like(got[[2, 4]], 1.0 if accumulate else 0.0))
+
+
+def test_gradients_into_strided_half_precision_buffers() -> None:
+    kernels, E = triton_backend(), 3
+    tokens, offsets, _, _ = kernels.build_queue(routing(7, 1, 3).to(DEVICE), E)
+    left, right = torch.randn(7, 6, device=DEVICE).half(), torch.randn(7, 10, device=DEVICE).half()
+    out = torch.ones(E, 12, 10, device=DEVICE, dtype=torch.float16)
+    kernels.weight_grad_rows(left, right, tokens, None, offsets, out[:, 0::2])
+    want = reference.weight_grad_rows(left, right, tokens, None, offsets, torch.ones(E, 6, 10, device=DEVICE))
+    assert relative_error(out[:, 0::2], want) < 1e-3
+    assert torch.equal(out[:, 1::2], torch.ones_like(out[:, 1::2]))
+
+
+def test_ragged_combine_sums_a_token_s_own_slots() -> None:
+    """Expert choice: a token has any number of slots, none included."""
+    rows = torch.randn(6, 10, device=DEVICE)
+    index_map = torch.tensor([4, -1, 0, 5, 2], dtype=torch.int32, device=DEVICE)
+    gates = torch.rand(5, device=DEVICE)
+    starts = torch.tensor([0, 0, 3, 3, 5], dtype=torch.int32, device=DEVICE)
+    got = triton_backend().combine(rows, index_map, gates, starts)
+    want = torch.zeros(4, 10, device=DEVICE)
+    want[1] = gates[0] * rows[4] + gates[2] * rows[0]
+    want[3] = gates[3] * rows[5] + gates[4] * rows[2]
+    assert relative_error(got, want) < 1e-6
+
+
+def test_sixteen_equal_rows_are_summed_exactly() -> None:
+    """https://github.com/NVIDIA/TransformerEngine/issues/1336: one rounding, at the end."""
+    rows = torch.ones(16, 8, device=DEVICE, dtype=torch.float16) + 2**-9
+    index_map = torch.arange(16, dtype=torch.int32, device=DEVICE)[None]
+    assert torch.equal(triton_backend().combine(rows, index_map, None), (rows[:1].float() * 16).half())
+
+
+def test_offsets_past_31_bits() -> None:
+    """https://github.com/linkedin/Liger-Kernel/issues/1246 and 1296: token and expert strides beyond 2^31 elements."""
+    try:
+        storage = torch.empty(2**31 + 2**20, dtype=torch.float16, device=DEVICE)
+    except (RuntimeError, MemoryError) as error:
+        pytest.skip(f"needs 4.3 GB of address space: {error}")
+    layer = Layer(torch.tensor([[1], [0]]), 2, 16, 16, "silu", torch.float16)
+    want = layer.run()
+    far = storage.as_strided((2, 16), (2**31 + 64, 1))
+    near, layer.x = layer.x, far.copy_(layer.x)
+    got = layer.run()
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1]["w1"], want[1]["w1"])
+    layer.x, far = near, storage.as_strided((2, 16, 16), (2**31 + 64, 16, 1))
+    got = layer.run(w1=far.copy_(layer.weights["w1"]))
+    assert torch.equal(got[1]["x"], want[1]["x"])

@@ -177,10 +177,17 @@ class Tuner:
         cache_dir: folder of the cache, one JSON file a device name.
         mode: "off", "cached" or "on", see the module.
         measure: seconds of one call of its argument.
+        properties: looks a device up.
     """
 
-    def __init__(self, cache_dir: Path, mode: str, measure: Callable[[Callable[[], None]], float]) -> None:
-        self._cache_dir, self._mode, self._measure = cache_dir, mode, measure
+    def __init__(
+        self,
+        cache_dir: Path,
+        mode: str,
+        measure: Callable[[Callable[[], None]], float],
+        properties: Callable[[torch.device], Device] = Device.of,
+    ) -> None:
+        self._cache_dir, self._mode, self._measure, self._properties = cache_dir, mode, measure, properties
         self._chosen: dict[tuple[str, Key], Config] = {}
         self._devices: dict[torch.device, Device] = {}
         self._tables: dict[str, dict[str, Config]] = {}
@@ -191,7 +198,7 @@ class Tuner:
         Raises:
             ConfigError: no configuration fits the device's shared memory.
         """
-        found = self._devices.get(device) or self._devices.setdefault(device, Device.of(device))
+        found = self._devices.get(device) or self._devices.setdefault(device, self._properties(device))
         chosen = self._chosen.get((found.name, key))
         if chosen is None:
             chosen = self._table(found.name).get(key.text())
