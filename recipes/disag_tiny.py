@@ -14,7 +14,7 @@ RECIPE = Recipe(
     sequences=32,
     microbatch=8,
     seq_len=128,
-    steps=180,
+    steps=140,
     lr=4e-3,
 )
 
