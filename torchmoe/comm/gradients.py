@@ -60,9 +60,10 @@ def global_norm(parameters: Iterable[Tensor], *, counted: bool, group: Any = Non
     """
     if norm_type not in (2.0, float("inf")):
         raise ConfigError(f"norm_type={norm_type} is not supported; use 2.0 or float('inf')")
-    grads = [_local(p.grad) for p in parameters if p.grad is not None] if counted else []
+    have = [_local(p.grad) for p in parameters if p.grad is not None]
+    device = have[0].device if have else None  # also of a rank that is not counted: the sum runs where the gradients are
+    grads = have if counted else []
     wide = torch.promote_types(grads[0].dtype, torch.float32) if grads else torch.float32
-    device = grads[0].device if grads else None
     # fp64 on the wire: ranks without a counted gradient do not know the others' dtype
     total = torch.zeros((), dtype=torch.float64, device=device)
     infinite = norm_type == float("inf")
