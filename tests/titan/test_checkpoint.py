@@ -62,7 +62,7 @@ def test_runs_cover_the_owned_experts_once(owned: list[int]) -> None:
 
 def test_a_shard_refuses_arithmetic_and_wrong_rows() -> None:
     shards = ExpertShards(torch.ones(2, 3), (4, 1), 5)
-    with pytest.raises(CheckpointError, match="work on its .local"):
+    with pytest.raises(CheckpointError, match=r"work on its \.local"):
         shards + 1
     with pytest.raises(CheckpointError, match="one row per owned expert"):
         ExpertShards(torch.ones(3, 3), (4, 1), 5)
