@@ -168,6 +168,8 @@ def profile(*, device: str = "auto", dtype: str = "auto", quick: bool = False, p
     top = {"seq": 16384 if big else 1024, "rows": 8192 if big else 1024, "per": 8192 if big else 512}
     dim, width, experts = (4096, 1536, 16) if big else (256, 512, 4)
     heads, head_dim = (16, 128) if big else (2, 64)
+    if quick:
+        top = {k: v // 4 for k, v in top.items()}
     steps = 5 if quick else 7
 
     def sizes(most: int) -> list[int]:

@@ -124,25 +124,35 @@ def live_units_af(*, num_layers: int, pa: int, pf: int, role: str, cycle: int | 
     return most
 
 
-def attention_saved_bytes(shape: ModelShape, *, itemsize: int = 2, moe: bool = True, index_itemsize: int = 8) -> float:
+def attention_saved_bytes(
+    shape: ModelShape, *, itemsize: int = 2, moe: bool = True, fused_norm: bool = True, index_itemsize: int = 8
+) -> float:
     """Bytes per token that the attention half of a block keeps for backward, with a fused attention kernel.
 
-    Kept: block input and residual sum (2 D), both norm outputs (2 D), rotated q and k and v, the attention output, its
-    log-sum-exp (fp32 per head), the pre-norm q and k where they are normalised, the latents of MLA; for a MoE the router's
-    fp32 scores (E) and the K gates (fp32) and ids; shared experts as a dense FFN of their width.
+    Elements: block input, residual sum and both norm outputs (4 D); q and k before their norm where there is one, and rotated;
+    v, the attention output, the cosines and sines of the token's position. fp32: log-sum-exp per head, one root mean square per
+    norm; a MoE's router keeps its scores (E), their sum, the K gates and ids. Shared experts as a dense FFN of their width.
+    MLA: expanded q, k, v, and the latents before and after their norm.
+
+    Args:
+        fused_norm: a norm keeps its input and the root mean square; composed from plain operations (CPU) also the quotient.
     """
-    d, h = shape.dim, shape.num_heads
+    d, h, kv = shape.dim, shape.num_heads, shape.num_kv_heads
+    twice = 1 if fused_norm else 2
+    norms = 2
+    elements = 2 * d + 2 * d * twice
     if shape.mla:
-        heads = h * (2 * shape.qk_dim + 2 * shape.v_dim)
-        # latents before and after their norm, and the rope part of the key
-        latent = 2 * (shape.kv_lora_rank + shape.q_lora_rank) + shape.qk_rope_head_dim
+        elements += h * (2 * shape.qk_dim + 2 * shape.v_dim) + 2 * shape.qk_rope_head_dim
+        elements += (shape.kv_lora_rank + shape.q_lora_rank) * (1 + twice) + shape.qk_rope_head_dim
+        norms += 1 + bool(shape.q_lora_rank)
     else:
-        heads = h * (shape.qk_dim + shape.v_dim) + shape.num_kv_heads * (shape.qk_dim + shape.v_dim)
-        latent = (h + shape.num_kv_heads) * shape.qk_dim if shape.qk_norm else 0
-    elements = 4 * d + heads + latent
-    router = 4 * shape.num_experts + shape.top_k * (4 + index_itemsize) if moe else 0
+        elements += (h + kv) * (shape.qk_dim + shape.v_dim) + 2 * shape.qk_dim
+        if shape.qk_norm:
+            elements += (h + kv) * shape.qk_dim * twice
+            norms += h + kv
+    router = 4 * (shape.num_experts + 1) + shape.top_k * (4 + index_itemsize) if moe else 0
     shared = dense_saved_bytes(shape, width=shape.shared_dim, itemsize=itemsize) if moe and shape.shared_dim else 0
-    return elements * itemsize + 4 * h + router + shared
+    return elements * itemsize + 4 * (h + norms) + router + shared
 
 
 def dense_saved_bytes(shape: ModelShape, *, width: int, itemsize: int = 2) -> float:
