@@ -26,7 +26,7 @@ DEADLINES = Deadlines(exchange=120, step=240, init=300)
 
 
 def run(network: Network, rank: int, world: int, port: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Enter the node, set up, do the job: ``{"sizes": [...], "reps": n, "tokens": {...}, "overlap": {...}}``."""
+    """Enter the node, set up, do the job: ``{"sizes": [...], "reps": n, "tokens": {...} or None}``."""
     torch.set_num_threads(1)
     network.enter(rank // LANES)
     store = dist.TCPStore(network.address(0), port, world, rank == 0, timeout=datetime.timedelta(seconds=300))
@@ -34,15 +34,16 @@ def run(network: Network, rank: int, world: int, port: int, job: dict[str, Any])
     ranks = range(world)
     lists = [*AllToAllExchange.communicators(ranks), *HierarchicalAllToAll.communicators(ranks, LANES)]
     transport = C10dTransport.create(lists, deadlines=DEADLINES, threads=False)
-    E = job["tokens"]["experts"]
+    E = None if job["tokens"] is None else job["tokens"]["experts"]
     flat = AllToAllExchange(transport, num_experts=E, deadlines=DEADLINES)
     halo = HierarchicalAllToAll(transport, lanes=LANES, num_experts=E, deadlines=DEADLINES)
-    out = {
+    out: dict[str, Any] = {
         "link": ping_pong(rank),
         "sizes": [plain(rank, world, n, flat, halo, job["reps"]) for n in job["sizes"]],
-        "tokens": tokens(rank, flat, halo, job["tokens"], job["reps"]),
-        "overlap": overlap(rank, halo, job["tokens"], job["reps"]),
     }
+    if job["tokens"] is not None:
+        out["tokens"] = tokens(rank, flat, halo, job["tokens"], job["reps"])
+        out["overlap"] = overlap(rank, halo, job["tokens"], job["reps"])
     dist.barrier()
     dist.destroy_process_group()
     return out
