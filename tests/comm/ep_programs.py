@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torchmoe.comm.all_to_all import AllToAllExchange
 from torchmoe.comm.halo import HierarchicalAllToAll
 from torchmoe.comm.token_exchange import TokenExchange
 from torchmoe.comm.waves import overlapped
-from torchmoe.placement import contiguous_owners
+from torchmoe.errors import ExchangeError
+from torchmoe.placement import Deadlines, contiguous_owners
 from torchmoe.testing.ranks import RankContext
 
 DIM, HIDDEN = 6, 5
@@ -127,6 +129,22 @@ def overlapped_parallel(ctx: RankContext, lanes: int, case: Case) -> tuple[Tenso
 def both_forms(ctx: RankContext, lanes: int, case: Case) -> list[tuple[Tensor, dict[str, Tensor]]]:
     """The layer over a hierarchical exchange, and the overlapped form."""
     return [hierarchical_parallel(ctx, lanes, case), overlapped_parallel(ctx, lanes, case)]
+
+
+def late(ctx: RankContext, lanes: int, collective: bool) -> str:
+    """The last rank is late; returns what this one was told, and after how long."""
+    exchange = hierarchical(ctx, lanes, collective=collective, deadlines=Deadlines(exchange=2.0))
+    exchange.all_to_all(torch.ones(ctx.world, 2), [1] * ctx.world)
+    ctx.barrier()
+    if ctx.rank == ctx.world - 1:
+        time.sleep(8.0)
+        return "late"
+    started = time.monotonic()
+    try:
+        exchange.all_to_all(torch.ones(ctx.world, 2), [1] * ctx.world)
+    except ExchangeError as e:
+        return f"{time.monotonic() - started:.1f} s: {e}"
+    return "no error"
 
 
 def all_dtypes(ctx: RankContext, case: Case, dtypes: tuple[torch.dtype, ...]) -> list[tuple[Tensor, dict[str, Tensor]]]:

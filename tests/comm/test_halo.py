@@ -30,6 +30,7 @@ from .ep_programs import (
     flat,
     hierarchical,
     hierarchical_parallel,
+    late,
     on_node_mesh,
     one_device,
     overlapped_parallel,
@@ -231,6 +232,17 @@ def refused(ctx: RankContext) -> None:
 
 def test_what_cannot_work_is_refused() -> None:
     run_ranks(refused, 4)
+
+
+@pytest.mark.parametrize("backend, collective", [("sim", False), ("gloo", False), ("gloo", True)])
+def test_a_late_rank_is_a_named_error_within_the_deadline(backend: str, collective: bool) -> None:
+    *told, last = run_ranks(late, 4, backend=backend, timeout=120, args=(2, collective))  # type: ignore[arg-type]
+    assert last == "late"
+    for text in told:
+        seconds = float(text.split(" ")[0])
+        # a rank that waits for one that gave up starts its own deadline later: two hops, two deadlines
+        assert seconds < 2 * 2.0 + 1.0 and "counts on rank" in text, text
+    assert any("rank 3" in text or "ranks [2, 3]" in text or "ranks [3]" in text or "[1, 3]" in text for text in told)
 
 
 def other_owners(ctx: RankContext) -> None:

@@ -96,6 +96,13 @@ class TokenExchange(ABC):
             RoutingError: ids out of range.
             ExchangeError: a message was late, lost or not the one expected.
         """
+        self.check_tokens(x_TD, expert_ids_TK, gates_TK)
+        plan = self._plan(expert_ids_TK)
+        rows_RD, gates_RK, ids_RK = _apply(_Out, self, plan, "dispatch", x_TD, gates_TK, expert_ids_TK.to(torch.int32))
+        return Dispatched(rows_RD, ids_RK, gates_RK, plan)
+
+    def check_tokens(self, x_TD: Tensor, expert_ids_TK: Tensor, gates_TK: Tensor) -> None:
+        """Refuse what :meth:`dispatch` cannot send."""
         if self.num_experts is None:
             raise ConfigError("this exchange was built without num_experts, so it cannot route tokens; give num_experts")
         if x_TD.ndim != 2 or expert_ids_TK.shape != gates_TK.shape or expert_ids_TK.shape[:1] != x_TD.shape[:1]:
@@ -103,9 +110,6 @@ class TokenExchange(ABC):
                 f"x {tuple(x_TD.shape)}, expert ids {tuple(expert_ids_TK.shape)} and gates {tuple(gates_TK.shape)} "
                 "must be [T, D], [T, K] and [T, K] of one T"
             )
-        plan = self._plan(expert_ids_TK)
-        rows_RD, gates_RK, ids_RK = _apply(_Out, self, plan, "dispatch", x_TD, gates_TK, expert_ids_TK.to(torch.int32))
-        return Dispatched(rows_RD, ids_RK, gates_RK, plan)
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Return the rows of :meth:`dispatch`, one result each, and sum them per token: y_TD (differentiable).

@@ -116,6 +116,7 @@ def overlapped(
         parameters: everything in ``experts`` that is trained.
         on_waves: called with each finished :class:`Waves`, for its ``waited``.
     """
+    exchange.check_tokens(x_TD, expert_ids_TK, gates_TK)
     ids_TK = expert_ids_TK.to(torch.int32)
     plan = exchange.plan(ids_TK, split=True)
     out: Tensor = _apply(exchange, plan, experts, on_waves, ids_TK, x_TD, gates_TK, *parameters)
