@@ -1,16 +1,16 @@
-"""``python -m torchmoe simulate``: layouts compared from stage costs in JSON, with pictures."""
+"""``python -m torchmoe simulate --costs FILE``: layouts compared from stage costs in JSON, with pictures."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from torchmoe.errors import ConfigError
 from torchmoe.pipeline.compare import Work, comparison
 from torchmoe.pipeline.pictures import compare_svg, perfetto, strip, svg
 
-__all__ = ["add_simulate", "run_simulate"]
+__all__ = ["main", "parser", "run_simulate"]
 
 EXAMPLE = """example of the JSON (seconds and bytes of one rank's micro-batch of one layer; links per rank and direction):
   {"ranks": 8, "layers": 8, "rounds": 4,
@@ -18,21 +18,25 @@ EXAMPLE = """example of the JSON (seconds and bytes of one rank's micro-batch of
    "links": {"bandwidth": 12.5e6, "latency": 0.001}}"""
 
 
-def add_simulate(subparsers: Any) -> None:
-    """Add the command to an ``argparse`` subparsers object; ``args.run(args)`` executes it and returns the exit code."""
-    parser = subparsers.add_parser(
-        "simulate",
-        help="compare colocated and disaggregated layouts by simulation",
+def parser() -> argparse.ArgumentParser:
+    """Options of ``python -m torchmoe simulate --costs FILE``."""
+    top = argparse.ArgumentParser(
+        prog="python -m torchmoe simulate",
         description="Compare colocated and disaggregated layouts by simulation, each tuned.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("costs", type=Path, help="JSON file with the costs of one unit")
-    parser.add_argument("--ranks", type=int, help="instead of the file's")
-    parser.add_argument("--layers", type=int, help="instead of the file's")
-    parser.add_argument("--rounds", type=int, help="micro-batches of every rank, instead of the file's")
-    parser.add_argument("--pictures", type=Path, help="folder for SVG and Perfetto files of every layout")
-    parser.set_defaults(run=run_simulate)
+    top.add_argument("--costs", type=Path, required=True, metavar="FILE.json", help="costs of one unit, see below")
+    top.add_argument("--ranks", type=int, help="instead of the file's")
+    top.add_argument("--layers", type=int, help="instead of the file's")
+    top.add_argument("--rounds", type=int, help="micro-batches of every rank, instead of the file's")
+    top.add_argument("--pictures", type=Path, metavar="FOLDER", help="SVG and Perfetto files of every layout")
+    return top
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse and run."""
+    return run_simulate(parser().parse_args(argv))
 
 
 def run_simulate(args: argparse.Namespace) -> int:

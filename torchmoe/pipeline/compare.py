@@ -164,17 +164,16 @@ def af_scheme(
 ) -> Scheme:
     """AF-Pipe with p groups per role, ``attention`` ranks in each A group, the rest of ``ranks / p`` in its F group.
 
-    A micro-batch has half as many units as the two groups have ranks, so that an even split gives each rank one.
+    A micro-batch has half as many units as the two groups have ranks, so that an even split gives each rank one (or fewer,
+    where that does not divide the step).
 
     Raises:
-        ConfigError: groups that do not divide the ranks or the step, or leave a group empty.
+        ConfigError: groups that do not divide the ranks, or leave a group empty.
     """
     both = work.ranks // p
     if work.ranks % p or not 0 < attention < both:
         raise ConfigError(f"p={p} attention={attention}: {work.ranks} ranks need p to divide them and 0 < attention < {both}")
-    units = max(1, both // 2)
-    if work.ranks * work.rounds % units:
-        raise ConfigError(f"rounds={work.rounds}: {work.ranks * work.rounds} units do not split into micro-batches of {units}")
+    units = max(n for n in range(1, max(1, both // 2) + 1) if work.ranks * work.rounds % n == 0)
     experts = both - attention
     placement = Placement(attention=[attention] * p, ffn=[experts] * p, num_layers=work.layers, num_experts=experts)
     residual: Residual = "local" if p == 1 else "ride"
@@ -210,11 +209,6 @@ def comparison(work: Work) -> list[Scheme]:
         c = work.costs
         balanced = round(both * c.attention / (c.attention + c.experts)) if c.attention + c.experts else both // 2
         splits = sorted({max(1, min(both - 1, m)) for m in (both // 2, balanced - 1, balanced, balanced + 1)})
-        tuned = [af_scheme(work, p=p, attention=m, cycle=g) for m in splits for g in (2 * p, 4 * p) if _splits(work, both)]
-        if tuned:
-            out.append(best(tuned, work.links))
+        tuned = [af_scheme(work, p=p, attention=m, cycle=g) for m in splits for g in (2 * p, 4 * p)]
+        out.append(best(tuned, work.links))
     return out
-
-
-def _splits(work: Work, both: int) -> bool:
-    return work.ranks * work.rounds % max(1, both // 2) == 0

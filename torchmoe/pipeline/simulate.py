@@ -170,6 +170,7 @@ class _Actor:
         self.computed: set[tuple[int, Op, int]] = set()
         self.sleepers: dict[tuple[int, Op, int], _Thread] = {}
         self.running: dict[_Thread, tuple[float, float]] = {}  # rest of the work, when that was true
+        self.plan = 0  # number of the last plan of ends
         self.memory = self.peak = 0.0
         self.sent_seconds = self.received_seconds = 0.0
 
@@ -393,13 +394,14 @@ class _Run:
 
     def _plan(self, actor: _Actor) -> None:
         speed = self._speed(actor)
-        for t, (rest, since) in actor.running.items():
-            self._timer(max(0.0, rest) / speed, partial(self._computed, t, since))
+        actor.plan += 1
+        for t, (rest, _) in actor.running.items():
+            self._timer(max(0.0, rest) / speed, partial(self._computed, t, actor.plan))
 
-    def _computed(self, thread: _Thread, since: float) -> None:
+    def _computed(self, thread: _Thread, plan: int) -> None:
         actor = thread.actor
-        if thread not in actor.running or actor.running[thread][1] != since:
-            return  # the speed changed since this was planned
+        if plan != actor.plan:
+            return  # the speed may have changed since this was planned
         self._share(actor)
         del actor.running[thread]
         _, _, action = thread.steps[thread.position]
