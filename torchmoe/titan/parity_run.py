@@ -274,7 +274,8 @@ def run_program(ctx: Any, programs: Sequence[Program], routings: Sequence[Any] |
     import warnings
 
     ensure()
-    logging.getLogger().setLevel(logging.ERROR)
+    for name in (None, "torch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     if routings is None:
         for program in programs:  # the seed checkpoint is written in fp32 and read in both dtypes
