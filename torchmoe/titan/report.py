@@ -104,7 +104,7 @@ def closing_table(s: Mapping[str, Any]) -> str:
         f"step time (median)                    {1e3 * s['step_seconds']:.0f} ms",
         f"tokens per second                     {s['tokens_per_second']:,.0f}",
         f"max / mean expert load, last step     {s['max_over_mean_expert_load']:.2f}",
-        f"bytes per step, by direction          sent here      colocated expert parallelism, {s['shape']['ranks']} ranks, rows alone",
+        f"bytes per step, by direction          sent here      colocated on {s['shape']['ranks']} ranks, rows alone",
     ]
     for direction, n in sorted(s["bytes_per_step"].items()):
         peer = mib(base) if "A -> A" not in direction else "       -"
