@@ -12,11 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchmoe.comm.heartbeat import Heartbeat
 from torchmoe.comm.transport import P2P, Message, Work, check_op
 from torchmoe.errors import ConfigError, ExchangeError, ExchangeTimeout, PeerLost
 from torchmoe.placement import Communicator, Deadlines
@@ -113,7 +115,7 @@ class _Posted:
         *,
         poll: Callable[[list[_Op]], None],
         sleep: Callable[[float, list[_Op]], None],
-        failed: Callable[[str], None],
+        failed: Callable[[ExchangeError], ExchangeError],
         inline: bool = False,
     ) -> None:
         self._ops, self._what, self._communicator, self._inline = ops, what, communicator, inline
@@ -139,8 +141,7 @@ class _Posted:
             self._sleep(left, self._ops)
         for op in self._ops:
             if op.error is not None and self._error is None:
-                self._error = translate(op.error, self._what, self._communicator, op)
-                self._failed(str(self._error))
+                self._error = self._failed(translate(op.error, self._what, self._communicator, op))
         if self._error is not None:
             raise self._error
 
@@ -161,12 +162,12 @@ class _Posted:
 
     def _expired(self, timeout: float) -> None:
         late = [op for op in self._ops if not op.ended]
-        self._error = ExchangeTimeout(
-            f"{self._what}: after {timeout:g} s still missing {', '.join(op.text() for op in late)} on communicator "
-            f"{self._communicator!r}; {late[0].who()} is late, stuck or out of order: look at its log, "
+        error = ExchangeTimeout(
+            f"{self._what}: expected {', '.join(op.text() for op in late)} on communicator {self._communicator!r}, got nothing "
+            f"within {timeout:g} s; {late[0].who()} is late, stuck or out of order: look at its log, "
             "or raise Deadlines.exchange"
         )
-        self._failed(str(self._error))
+        self._error = self._failed(error)
 
 
 class C10dTransport:
@@ -183,11 +184,13 @@ class C10dTransport:
         device: torch.device,
         record: bool,
         threads: bool = True,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self.rank, self.world_size, self.device, self._threads = dist.get_rank(), dist.get_world_size(), device, threads
         self._groups, self._record = groups, record
         self._log: list[Message] = []
         self._broken: dict[str, str] = {}
+        self._heartbeat = heartbeat
         self._changed = threading.Condition()
         self._waiters: dict[tuple[str, str, int], _Waiter] = {}
 
@@ -200,6 +203,7 @@ class C10dTransport:
         deadlines: Deadlines | None = None,
         record: bool = False,
         threads: bool = True,
+        heartbeat: bool = True,
     ) -> C10dTransport:
         """Create the process groups of ``communicators``, in order. Collective over the default process group.
 
@@ -210,6 +214,7 @@ class C10dTransport:
             record: keep the byte log that :meth:`log` returns.
             threads: False waits for gloo in the calling thread: two switches of threads less per message, for callers that
                 wait in order and seldom ask ``done()``. A lost peer is then noticed when its turn comes, within the deadline.
+            heartbeat: count up a key in the store, so that errors can name the rank that died first.
 
         Raises:
             ConfigError: torch.distributed is not initialized, a rank outside the world, or one name twice on this rank.
@@ -236,7 +241,8 @@ class C10dTransport:
             pg = dist.new_group(list(c.ranks), timeout=limit, backend=backend, group_desc=c.name)
             if rank in c.ranks:
                 groups[c.name] = (c, pg)
-        return cls(groups, device=device, record=record, threads=threads)
+        beat = Heartbeat(_own_store(), rank, world) if heartbeat else None
+        return cls(groups, device=device, record=record, threads=threads, heartbeat=beat)
 
     def __repr__(self) -> str:
         names = ", ".join(f"{n}{list(c.ranks)}" for n, (c, _) in self._groups.items())
@@ -308,8 +314,15 @@ class C10dTransport:
         """Every message sent so far, in order; empty unless ``record=True``."""
         return list(self._log)
 
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks why this one gives up, for errors that did not come from this transport."""
+        if self._heartbeat is not None:
+            self._heartbeat.report(f"{type(error).__name__}: {error}")
+
     def close(self) -> None:
         """Release the communicators. Messages in flight are abandoned."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()
         for waiter in self._waiters.values():
             waiter.queue.put(None)
         self._waiters.clear()
@@ -326,9 +339,7 @@ class C10dTransport:
                 start = dist.isend if op.side == "send" else dist.irecv
                 work = start(op.buffer, op.peer, group=pg)
             except RuntimeError as e:
-                error = translate(e, what, c.name, _Op(op, None))
-                self._broken.setdefault(c.name, str(error))
-                raise error from None
+                raise self._fail(c.name, translate(e, what, c.name, _Op(op, None))) from None
             posted.append(_Op(op, work))
         if self._threads:
             self._hand_over(c.name, posted)
@@ -369,14 +380,28 @@ class C10dTransport:
         sleep: Callable[[float, list[_Op]], None],
         inline: bool = False,
     ) -> Work:
-        return _Posted(ops, what, c.name, poll=poll, sleep=sleep, failed=lambda text: self._fail(c.name, text), inline=inline)
+        return _Posted(ops, what, c.name, poll=poll, sleep=sleep, failed=lambda e: self._fail(c.name, e), inline=inline)
 
-    def _fail(self, name: str, text: str) -> None:
-        """Mark a communicator unusable; a hung NCCL kernel is aborted, else the process could not even end."""
-        self._broken.setdefault(name, text)
+    def _fail(self, name: str, error: ExchangeError) -> ExchangeError:
+        """``error`` with the names of the ranks that failed first. The communicator is unusable from now on; a hung NCCL
+        kernel is aborted, else the process could not even end."""
         c, pg = self._groups[name]
         if not (c.host or self.device.type == "cpu"):
             pg.abort()
+        verdict = ""
+        if self._heartbeat is not None:
+            self._heartbeat.report(f"{type(error).__name__}: {error}")
+            verdict = self._heartbeat.verdict()
+        if verdict:
+            error = type(error)(f"{error} [{verdict}]")
+        self._broken.setdefault(name, str(error))
+        return error
+
+
+def _own_store() -> Any:
+    """A connection of our own to the default store: a store object serves one operation at a time."""
+    store = dist.distributed_c10d._get_default_store()
+    return store.clone() if hasattr(store, "clone") else store
 
 
 def _poll_nccl(ops: list[_Op]) -> None:

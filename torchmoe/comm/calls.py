@@ -51,6 +51,10 @@ class M2NCalls:
     def __init__(self, exchange: M2NExchange) -> None:
         self.exchange = exchange
         self._many = len(exchange.placement.attention) > 1
+        if exchange.placement.head == "ffn":
+            raise ConfigError(
+                "head='ffn' needs the runner, which brings the last rows from F to F; use head='attention' in own loops"
+            )
         self._sends: list[Pending[None]] = []
         self._roots: dict[Key, list[Tensor]] = {}
         self._received: dict[Key, ReceivedRoute] = {}

@@ -161,6 +161,10 @@ class M2NExchange:
     def _experts(self, key: Key) -> range:
         return self._ranks(self.placement.ffn_group(key.layer))
 
+    def _wanted(self, key: Key, route: Route) -> list[tuple[int, int]]:
+        """(index, global rank) of the F ranks that get rows."""
+        return [(n, rank) for n, rank in enumerate(self._experts(key)) if route.rows[n]]
+
     # ---- attention ranks: forward
     def send_counts(self, key: Key, route: Route, seqs: SequenceMap) -> Pending[None]:
         """Announce rows and slots to every F rank of the layer, also zeros; F splits its results by them."""
@@ -168,9 +172,11 @@ class M2NExchange:
         if self._counted:
             nxt = self.placement.attention_group(key.layer + 1)
             counts = route.counts(seqs.segments(self.where, nxt), self.placement.size(nxt))
-            for n, rank in enumerate(self._experts(key)):
-                header = self._messages.header("counts", key, self.transport.rank, rank, route.rows[n])
-                ops.append(P2P("send", rank, pack_counts(counts[n], header, plan=self._number)))
+            ranks = self._experts(key)
+            mine = self.transport.rank
+            headers = [self._messages.header("counts", key, mine, r, n) for r, n in zip(ranks, route.rows, strict=True)]
+            buffers = pack_counts(counts, headers, plan=self._number)
+            ops = [P2P("send", r, b) for r, b in zip(ranks, buffers, strict=True)]
             self._announced[key] = route.rows
         return self._messages.post("counts", key, "send", ops, nothing)
 
@@ -191,7 +197,7 @@ class M2NExchange:
             )
         over = self._overflow(key, route)
         fields = ((x_TD.detach(), 0), (gates_TK.detach(), 0), (expert_ids_TK, -1))
-        parts = [(rank, [route.take(n, f, fill=fill) for f, fill in fields]) for n, rank in enumerate(self._experts(key))]
+        parts = [(rank, [route.take(n, f, fill=fill) for f, fill in fields]) for n, rank in self._wanted(key, route)]
         return self._messages.send("dispatch", key, parts, over)
 
     def send_ids(self, key: Key, expert_ids_TK: Tensor, seqs: SequenceMap) -> Pending[None]:
@@ -236,7 +242,7 @@ class M2NExchange:
     def send_d_combine(self, key: Key, route: Route, dy_TD: Tensor) -> Pending[None]:
         """The gradient of every row that came back is the token's gradient: one row per (token, F rank)."""
         self._check_rows("dy_TD", dy_TD, route.num_tokens)
-        parts = [(rank, [route.take(n, dy_TD.detach())]) for n, rank in enumerate(self._experts(key))]
+        parts = [(rank, [route.take(n, dy_TD.detach())]) for n, rank in self._wanted(key, route)]
         return self._messages.send("d_combine", key, parts)
 
     def send_d_residual(self, key: Key, dres_TD: Tensor, seqs: SequenceMap) -> Pending[None]:
@@ -269,21 +275,18 @@ class M2NExchange:
         if not self._counted:
             rows = [self.plan.capacity or 0] * len(sources)
             return self._messages.post("counts", key, "recv", [], lambda: ReceivedRoute.fixed(rows))
-        size = 8 * (COUNTS_HEADER + 2 * num_next)
-        buffers = [torch.zeros(size, dtype=torch.uint8) for _ in sources]
+        # filled with what no count is, so that a message that is too short is not taken for whole
+        buffer = torch.full((len(sources), 8 * (COUNTS_HEADER + 2 * num_next)), 255, dtype=torch.uint8)
         expected = [self._messages.header("counts", key, s, self.transport.rank, -1) for s in sources]
-        ops = [P2P("recv", s, b) for s, b in zip(sources, buffers, strict=True)]
+        ops = [P2P("recv", s, b) for s, b in zip(sources, buffer.unbind(), strict=True)]
 
         def finish() -> ReceivedRoute:
             what = self._messages.what("recv", "counts", key)
-            parts = [
-                unpack_counts(b, h, f"{what} from rank {s}", plan=self._number)
-                for s, b, h in zip(sources, buffers, expected, strict=True)
-            ]
+            words_SW = unpack_counts(buffer, expected, sources, what, plan=self._number)
+            rows = words_SW[:, COUNTS_HEADER - 1].tolist()
             if self.plan.sizes == "fixed":
-                return ReceivedRoute.fixed([rows for rows, _ in parts])
-            received = ReceivedRoute(torch.stack([counts for _, counts in parts]))
-            rows = [rows for rows, _ in parts]
+                return ReceivedRoute.fixed(rows)
+            received = ReceivedRoute(words_SW[:, COUNTS_HEADER:].view(len(sources), num_next, 2))
             if list(received.rows_in) != rows:
                 raise ExchangeError(
                     f"{what}: rows per next rank add up to {list(received.rows_in)}, announced are {rows}; the senders miscounted"
@@ -322,14 +325,12 @@ class M2NExchange:
             (rows,) = self.layouts["d_combine"].views(buffer)
             dy_RD = rows.new_zeros(received.num_rows, self.dim)
             blocks = received.blocks(1)
-            at = 0
-            for c, n in enumerate(received.rows_out):
-                at += 1 if n else 0
-                for s in range(len(received.rows_in)):
-                    if (s, c) in blocks:
-                        lo, hi = blocks[s, c]
-                        dy_RD[lo:hi] = rows[at : at + hi - lo]
-                        at += hi - lo
+            at, last = 0, -1
+            for s, c in sorted(blocks, key=lambda pair: pair[::-1]):
+                lo, hi = blocks[s, c]
+                at += 1 if c != last else 0  # the header of the next source
+                dy_RD[lo:hi] = rows[at : at + hi - lo]
+                at, last = at + hi - lo, c
             return dy_RD if received.slot_rows_P is None else dy_RD[received.slot_rows_P]
 
         return self._messages.receive("d_combine", key, list(zip(sources, received.rows_out, strict=True)), finish)
@@ -389,12 +390,11 @@ class M2NExchange:
                     f"{kind} of layer {key.layer}, micro-batch {key.microbatch} has shape {tuple(t.shape)} and {t.dtype}, "
                     f"{(total, columns[i])} floating point rows came in (header rows included); return one row per received row"
                 )
-        blocks = received.blocks(0 if slots else 1, slots=slots)
-        parts = []
-        for i, rank in enumerate(self._ranks(self.placement.attention_group(key.layer + (1 if to_next else 0)))):
-            mine = [span for pair, span in sorted(blocks.items()) if pair[1 if to_next else 0] == i]
-            if mine:
-                parts.append((rank, [torch.cat([t.detach()[lo:hi] for lo, hi in mine]) for t in tensors]))
+        spans: dict[int, list[tuple[int, int]]] = {}
+        for pair, span in received.blocks(0 if slots else 1, slots=slots).items():
+            spans.setdefault(pair[1] if to_next else pair[0], []).append(span)
+        ranks = self._ranks(self.placement.attention_group(key.layer + (1 if to_next else 0)))
+        parts = [(ranks[i], [torch.cat([t.detach()[lo:hi] for lo, hi in spans[i]]) for t in tensors]) for i in sorted(spans)]
         return self._messages.send(kind, key, parts)
 
     def _overflow(self, key: Key, route: Route) -> Callable[[], None]:

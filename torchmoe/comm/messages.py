@@ -78,9 +78,15 @@ class Messages:
         self.placement, self.transport, self.layouts = placement, transport, layouts
         self._device, self._check = device, check
         self._arrivals = Arrivals(deferred=deferred)
+        self._names: dict[tuple[str, int], str] = {}
         self._sequence: Counter[tuple[str, int, int]] = Counter()
         self._halves: dict[tuple[str, Key], _Halves] = {}
         self._to_self: dict[tuple[str, Key], Tensor] = {}  # a rank that is home of its own rows sends them through memory
+
+    def _communicator(self, kind: str, layer: int) -> str:
+        if (kind, layer) not in self._names:
+            self._names[kind, layer] = self.placement.communicator(kind, layer)
+        return self._names[kind, layer]
 
     @staticmethod
     def what(side: str, kind: str, key: Key, number: int | None = None) -> str:
@@ -93,7 +99,7 @@ class Messages:
 
         ``arriving`` tells the two ends of a message to oneself apart.
         """
-        pair = (self.placement.communicator(kind, key.layer), source, -1 if arriving else destination)
+        pair = (self._communicator(kind, key.layer), source, -1 if arriving else destination)
         self._sequence[pair] += 1
         return Header(kind, key.layer, key.microbatch, self._sequence[pair], rows)
 
@@ -108,7 +114,7 @@ class Messages:
         return Pending(work, self.placement.deadlines.exchange, finish, what=what, num_bytes=size)
 
     def _start(self, kind: str, key: Key, ops: Sequence[P2P], what: str) -> Work:
-        name = self.placement.communicator(kind, key.layer)
+        name = self._communicator(kind, key.layer)
         source, destination = self.placement.edge(kind, key.layer)
         if source != destination:
             return self.transport.post(name, ops, what)

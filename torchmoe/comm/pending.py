@@ -41,6 +41,7 @@ class Pending(Generic[T_co]):
         self._finish: Callable[[], T_co] | None = finish
         self._result: T_co | None = None
         self._error: Exception | None = None
+        self._ended = False
         self.what = what
         self.num_bytes = num_bytes
 
@@ -49,13 +50,14 @@ class Pending(Generic[T_co]):
         return f"Pending({self.what}, {self.num_bytes} B, {state})"
 
     def __del__(self) -> None:
-        work = getattr(self, "_work", None)
-        if work is not None and self._error is None and not work.done():
+        # asks nobody: the garbage collector may come while a transport holds its lock
+        if getattr(self, "_work", None) is not None and self._error is None and not self._ended:
             warnings.warn(f"{self.what} was dropped while in flight; keep its handle and wait() for it", ResourceWarning, 2)
 
     def done(self) -> bool:
         """Whether the messages have ended. Never blocks."""
-        return self._work is None or self._work.done()
+        self._ended = self._work is None or self._work.done()
+        return self._ended
 
     def wait(self) -> T_co:
         """Block until the messages have ended; a second call returns the same result or raises the same error.

@@ -150,7 +150,7 @@ class Route:
         """Whether rows of no token may be there."""
         return self.wanted_N is not None
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Row offsets of the F ranks, N + 1 of them."""
         return tuple(accumulate(self.rows, initial=0))
@@ -254,27 +254,27 @@ class ReceivedRoute:
         counts[:, :, 0] = torch.diag(torch.tensor(rows, dtype=torch.long))
         return cls(counts)
 
-    @property
+    @cached_property
     def rows_in(self) -> tuple[int, ...]:
         """Rows from each source."""
         return tuple(self.counts[:, :, 0].sum(1).tolist())
 
-    @property
+    @cached_property
     def rows_out(self) -> tuple[int, ...]:
         """Rows to each rank of the next attention group."""
         return tuple(self.counts[:, :, 0].sum(0).tolist())
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """Records in the receive buffer: all rows and one header per source that sends any."""
         return sum(n + 1 for n in self.rows_in if n)
 
-    @property
+    @cached_property
     def num_slots(self) -> int:
         """Slots owned by this rank."""
         return int(self.counts[:, :, 1].sum())
 
-    @property
+    @cached_property
     def header_rows(self) -> tuple[int, ...]:
         """Places of the header rows among the received rows."""
         out, at = [], 0
@@ -290,12 +290,9 @@ class ReceivedRoute:
         Args:
             slots: of its slots instead, in a tensor with one row per slot.
         """
-        out: dict[tuple[int, int], tuple[int, int]] = {}
-        at = 0
-        for s, per_next in enumerate(self.counts[:, :, int(slots)].tolist()):
-            at += headers if sum(per_next) else 0
-            for c, n in enumerate(per_next):
-                if n:
-                    out[s, c] = (at, at + n)
-                at += n
-        return out
+        per_SC = self.counts[:, :, int(slots)]
+        start_SC = (per_SC.flatten().cumsum(0) - per_SC.flatten()).view_as(per_SC)
+        start_SC = start_SC + ((per_SC.sum(1) > 0).cumsum(0) * headers)[:, None]
+        pairs = per_SC.nonzero()
+        starts, sizes = start_SC[per_SC > 0].tolist(), per_SC[per_SC > 0].tolist()
+        return {(s, c): (at, at + n) for (s, c), at, n in zip(pairs.tolist(), starts, sizes, strict=True)}

@@ -140,30 +140,41 @@ class Layout:
             raise ExchangeError(f"{what}: the {size} B of {expected} do not have the sender's checksum; they were corrupted")
 
 
-def pack_counts(counts_C2: Tensor, header: Header, *, plan: int) -> Tensor:
-    """The counts message of one F rank, as bytes of int64 words: header, then (rows, slots) per next rank.
+def pack_counts(counts_NC2: Tensor, headers: Sequence[Header], *, plan: int) -> list[Tensor]:
+    """The counts messages of all F ranks, as bytes of int64 words: header, then (rows, slots) per next rank.
 
     Args:
         plan: a number that both ends must share, made of all settings of the exchange.
     """
-    words = torch.empty(COUNTS_HEADER + counts_C2.numel(), dtype=torch.int64)
-    words[:COUNTS_HEADER] = torch.tensor([header.sequence, header.layer, header.microbatch, 0, plan, header.rows])
-    words[COUNTS_HEADER:] = counts_C2.reshape(-1)
-    words[3] = _counts_checksum(words)
-    return words.view(torch.uint8)
+    n = len(headers)
+    words_NW = torch.zeros(n, COUNTS_HEADER + counts_NC2[0].numel(), dtype=torch.int64)
+    words_NW[:, :COUNTS_HEADER] = torch.tensor([(h.sequence, h.layer, h.microbatch, 0, plan, h.rows) for h in headers])
+    words_NW[:, COUNTS_HEADER:] = counts_NC2.reshape(n, -1)
+    words_NW[:, 3] = _counts_checksum(words_NW)
+    return list(words_NW.view(torch.uint8).unbind())
 
 
-def unpack_counts(buffer: Tensor, expected: Header, what: str, *, plan: int) -> tuple[int, Tensor]:
-    """(rows of the dispatch that follows, counts [next ranks, 2]) of a counts message.
+def unpack_counts(buffer: Tensor, headers: Sequence[Header], sources: Sequence[int], what: str, *, plan: int) -> Tensor:
+    """(rows of the dispatch that follows, counts) of the counts messages of all sources, one after the other in ``buffer``:
+    [sources, COUNTS_HEADER + 2 * next ranks] words.
 
     Raises:
         ExchangeError: wrong checksum, negative counts, another plan, or another message than the one expected.
     """
-    words = buffer.view(torch.int64)
-    size = buffer.numel()
-    sequence, layer, microbatch, value, other, rows = words[:COUNTS_HEADER].tolist()
-    name = str(expected).split(" with ")[0]
-    if value != _counts_checksum(words):
+    words_SW = buffer.view(torch.int64).view(len(headers), -1)
+    want = torch.tensor([(h.sequence, h.layer, h.microbatch, plan) for h in headers])
+    good = (words_SW[:, [0, 1, 2, 4]] == want).all(1) & (words_SW[:, 3] == _counts_checksum(words_SW))
+    good &= (words_SW[:, COUNTS_HEADER - 1 :] >= 0).all(1)
+    if not bool(good.all()):
+        s = int((~good).int().argmax())
+        _explain_counts(words_SW[s], headers[s], f"{what} from rank {sources[s]}", plan)
+    return words_SW
+
+
+def _explain_counts(words: Tensor, expected: Header, what: str, plan: int) -> None:
+    sequence, layer, microbatch, value, other, _ = words[:COUNTS_HEADER].tolist()
+    size, name = words.numel() * 8, str(expected).split(" with ")[0]
+    if value != int(_counts_checksum(words[None])):
         raise ExchangeError(f"{what}: the {size} B of {name} do not have their checksum; they were corrupted or are too few")
     got = Header("counts", layer, microbatch, sequence, expected.rows)
     if got != expected:
@@ -173,15 +184,13 @@ def unpack_counts(buffer: Tensor, expected: Header, what: str, *, plan: int) -> 
         )
     if other != plan:
         raise ExchangeError(
-            f"{what}: {name} comes from an exchange with other settings (plan {other:x}, here {plan:x}); "
+            f"{what}: {name} ({size} B) comes from an exchange with other settings (plan {other:x}, here {plan:x}); "
             "call exchange.handshake() at start-up to see which one differs"
         )
-    if rows < 0 or bool((words[COUNTS_HEADER:] < 0).any()):
-        raise ExchangeError(f"{what}: {name} announces negative rows {words[COUNTS_HEADER:].tolist()}; the sender miscounted")
-    return rows, words[COUNTS_HEADER:].view(-1, 2)
+    raise ExchangeError(f"{what}: {name} announces negative rows {words[COUNTS_HEADER - 1 :].tolist()}; the sender miscounted")
 
 
-def _counts_checksum(words: Tensor) -> int:
-    weights = torch.arange(1, words.numel() + 1, dtype=torch.int64) * 2 + 1
+def _counts_checksum(words_NW: Tensor) -> Tensor:
+    weights = torch.arange(1, words_NW.shape[1] + 1, dtype=torch.int64) * 2 + 1  # odd: no bit is lost modulo 2**64
     weights[3] = 0
-    return int((words * weights).sum()) ^ 0x5EED
+    return (words_NW * weights).sum(1) ^ 0x5EED

@@ -5,7 +5,8 @@ Definitions (design, section 4). Per token, r = destination F ranks that own at 
 - dispatch: one row [x | gates | ids] per (token, destination rank); d_combine one row [dy] per same pair.
 - combine: one row [y] per same pair, or with ``combine="slots"`` one per kept slot; d_dispatch [dx | dgates] likewise.
 - counts: one message per (attention rank, F rank), also when all are zero.
-- ids, residual, d_residual (several attention groups only): one row per token; no residual rows with ``residual="ride"``.
+- ids, residual, d_residual (only where the group changes): one row per token; no residual rows with ``residual="ride"``.
+- labels (``head="ffn"``, last layer): one row per token. What a rank has for itself is no message.
 - ride: a token without slots still has one row, to F rank (position in its sequence mod N).
 
 A message of n > 0 rows has n + 1 records of one stride (record 0 is the header); a message of 0 rows is not sent.
@@ -65,6 +66,7 @@ class _Strides:
                 "dispatch": [x, gates, 4 * self.top_k],
                 "d_dispatch": [x, self.gate_itemsize if self.slots else gates],
                 "ids": [4 * self.top_k],
+                "labels": [8],
             }.get(kind, [x])
         )
 
@@ -98,6 +100,8 @@ def exchange_traffic(
 
     def add(kind: str, pairs: Mapping[tuple[int, int], int], num_bytes: int | None = None) -> None:
         for (source, destination), rows in pairs.items():
+            if source == destination:
+                continue
             size = message_bytes(rows, strides.of(kind)) if num_bytes is None else num_bytes
             if size:
                 old = out.get((kind, source, destination), Traffic())
@@ -119,12 +123,11 @@ def exchange_traffic(
             if backward:
                 add("d_combine", rows.sum(rows.rows, 1))
                 add("d_dispatch", _reverse(back))
-            if len(placement.attention) > 1:
-                add("ids", rows.tokens)
-                if residual == "direct":
-                    add("residual", rows.tokens)
-                    if backward:
-                        add("d_residual", _reverse(rows.tokens))
+            for kind in ("ids", "labels", "residual"):
+                if placement.has_edge(kind, layer, residual):
+                    add(kind, rows.tokens)
+            if backward and placement.has_edge("d_residual", layer, residual):
+                add("d_residual", _reverse(rows.tokens))
     return out
 
 

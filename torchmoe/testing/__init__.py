@@ -3,12 +3,16 @@
 :mod:`torchmoe.testing.strategies` (hypothesis) and :mod:`torchmoe.testing.oracle` are imported by name.
 """
 
+from torchmoe.testing.faults import Fault, FaultyTransport, Killed
 from torchmoe.testing.ranks import RankContext, RankFailure, RanksFailed, run_ranks
 from torchmoe.testing.sim import Deadlock, SimHub, SimTransport
 from torchmoe.testing.tolerance import assert_close_rel, relative_error
 
 __all__ = [
     "Deadlock",
+    "Fault",
+    "FaultyTransport",
+    "Killed",
     "RankContext",
     "RankFailure",
     "RanksFailed",

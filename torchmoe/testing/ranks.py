@@ -74,7 +74,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world: int,
     *,
-    backend: Literal["sim", "gloo"] = "sim",
+    backend: Literal["sim", "sim-dist", "gloo"] = "sim",
     timeout: float = 60.0,
     args: tuple[Any, ...] = (),
     mode: Mode = "async",
@@ -90,7 +90,7 @@ def run_ranks(
     Args:
         fn: the program of one rank. Its first argument is a :class:`RankContext`.
         world: number of ranks.
-        backend: ``sim`` or ``gloo``.
+        backend: ``sim``, ``sim-dist`` (the same, and code may call torch.distributed itself) or ``gloo``.
         timeout: seconds for the whole run. Ranks that still run are ended and count as failed.
         args: more arguments, the same for every rank.
         mode: what an operation of the ``sim`` back end waits for (see :mod:`torchmoe.testing.sim`).
@@ -103,12 +103,12 @@ def run_ranks(
     """
     if world < 1:
         raise ConfigError(f"world={world} must be at least 1")
-    if backend == "sim":
-        results = _run_sim(fn, hub or SimHub(world, mode=mode), timeout, args)
+    if backend in ("sim", "sim-dist"):
+        results = _run_sim(fn, hub or SimHub(world, mode=mode), timeout, args, distributed=backend == "sim-dist")
     elif backend == "gloo":
         results = _run_gloo(fn, world, timeout, args)
     else:
-        raise ConfigError(f"backend={backend!r} is unknown; use 'sim' (threads) or 'gloo' (processes)")
+        raise ConfigError(f"backend={backend!r} is unknown; use 'sim' or 'sim-dist' (threads) or 'gloo' (processes)")
     failures = [r for r in results if isinstance(r, RankFailure)]
     if failures and check:
         # a rank that lost a peer is a consequence, not the cause
@@ -150,7 +150,34 @@ class _Shared:
             )
 
 
-def _run_sim(fn: Callable[..., Any], hub: SimHub, timeout: float, args: tuple[Any, ...]) -> list[Any]:
+def _run_sim(fn: Callable[..., Any], hub: SimHub, timeout: float, args: tuple[Any, ...], *, distributed: bool) -> list[Any]:
+    if not distributed:
+        return _run_threads(fn, hub, timeout, args, lambda rank: None, lambda text: None)
+    import torch.distributed as dist
+
+    from torchmoe.testing.sim_dist import DistHub, threaded_world
+
+    dist_hub = DistHub()
+
+    def program(ctx: RankContext, *args: Any) -> Any:
+        try:
+            return fn(ctx, *args)
+        finally:
+            if sys.exc_info()[0] is None:
+                dist.destroy_process_group()
+
+    with threaded_world(dist_hub) as init:
+        return _run_threads(program, hub, timeout, args, lambda rank: init(rank, hub.world, timeout), dist_hub.fail)
+
+
+def _run_threads(
+    fn: Callable[..., Any],
+    hub: SimHub,
+    timeout: float,
+    args: tuple[Any, ...],
+    begin: Callable[[int], None],
+    fail: Callable[[str], None],
+) -> list[Any]:
     shared, start = _Shared(hub, timeout), time.monotonic()
     results: list[Any] = [None] * hub.world
     ended = [False] * hub.world
@@ -158,11 +185,13 @@ def _run_sim(fn: Callable[..., Any], hub: SimHub, timeout: float, args: tuple[An
     def body(rank: int) -> None:
         reason = None
         try:
+            begin(rank)
             results[rank] = fn(_SimContext(shared, rank), *args)
         except BaseException as e:
             reason = f"{type(e).__name__}: {e}"
             results[rank] = RankFailure(rank, e, reason, traceback.format_exc(), time.monotonic() - start)
             shared.barrier.abort()
+            fail(f"rank {rank} has left: {reason}")
         ended[rank] = True
         hub.leave(rank, reason)
 
@@ -174,6 +203,7 @@ def _run_sim(fn: Callable[..., Any], hub: SimHub, timeout: float, args: tuple[An
     if not all(ended):
         late = [r for r in range(hub.world) if not ended[r]]
         hub.fail(ExchangeError(f"the run did not end within {timeout:g} s: ranks {late} were still busy"))
+        fail(f"the run did not end within {timeout:g} s: ranks {late} were still busy")
         shared.barrier.abort()
         for t in threads:
             t.join(1.0 / len(threads))

@@ -13,6 +13,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import torch
+
 from torchmoe.comm.transport import P2P, Message, Work, check_op
 from torchmoe.errors import ConfigError, ExchangeError, ExchangeTimeout, PeerLost
 from torchmoe.placement import Communicator
@@ -30,7 +32,7 @@ class Deadlock(ExchangeError):
 class _Op:
     """One message end. Active once nothing of its stream is ahead of it; done once both ends were active."""
 
-    __slots__ = ("active", "batch", "buffer", "error", "key", "peer", "ready_at", "side", "what")
+    __slots__ = ("active", "batch", "buffer", "copied", "error", "key", "peer", "posted", "ready_at", "side", "what")
 
     def __init__(self, op: P2P, key: Key, batch: _Batch, what: str) -> None:
         self.side, self.peer, self.buffer = op
@@ -38,13 +40,19 @@ class _Op:
         self.active = False
         self.ready_at: float | None = None
         self.error: ExchangeError | None = None
+        self.copied: torch.cuda.Event | None = None
+        self.posted: torch.cuda.Event | None = None
+        if self.buffer.is_cuda:
+            self.posted = torch.cuda.current_stream(self.buffer.device).record_event()
 
     def text(self) -> str:
         side = "to" if self.side == "send" else "from"
         return f"{self.what} ({self.buffer.numel()} B {side} rank {self.peer} on {self.key[1]!r})"
 
     def ended(self, now: float) -> bool:
-        return self.error is not None or (self.ready_at is not None and self.ready_at <= now)
+        if self.error is not None or self.ready_at is None or self.ready_at > now:
+            return self.error is not None
+        return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
 
 
 class _Batch:
@@ -54,6 +62,7 @@ class _Batch:
         self.rank, self.stream = rank, stream
         self.ops: list[_Op] = []
         self.missing = 0
+        self.failed = False
 
 
 class _Work:
@@ -82,17 +91,21 @@ class SimHub:
         self.world, self.mode, self.delay = world, mode, delay
         self.log: list[Message] = []
         self.failed: ExchangeError | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        # one condition per rank: waking all of 256 ranks for every message would be quadratic
+        self._changed = [threading.Condition(self._lock) for _ in range(world)]
         self._live = set(range(world))
         self._left: dict[int, str] = {}
+        self._first: tuple[int, str] | None = None
         self._streams: dict[object, deque[_Batch]] = defaultdict(deque)
         self._sends: dict[Key, deque[_Op]] = defaultdict(deque)
         self._recvs: dict[Key, deque[_Op]] = defaultdict(deque)
         self._waiting: dict[int, _Batch] = {}
+        self._device_streams: dict[tuple[int, str, int], torch.cuda.Stream] = {}
 
     # ---- called by transports
     def post(self, rank: int, number: int, communicator: str, ops: Sequence[P2P], what: str, *, host: bool) -> Work:
-        with self._changed:
+        with self._lock:
             self._check()
             stream: object = (rank, number, communicator) if self.mode == "comm" else rank
             if host or self.mode == "async":
@@ -107,6 +120,7 @@ class SimHub:
                     mine, theirs = theirs, mine
                 if op.peer in self._left and len(theirs) <= len(mine):
                     end.error = self._lost(end)
+                    batch.failed = True
                 else:
                     mine.append(end)
                     batch.missing += 1
@@ -115,17 +129,16 @@ class SimHub:
                 queue.append(batch)
                 if queue[0] is batch:
                     self._activate(batch)
-            self._changed.notify_all()
             return _Work(self, batch)
 
     def done(self, batch: _Batch) -> bool:
-        with self._changed:
+        with self._lock:
             now = time.monotonic()
-            return self.failed is not None or all(op.ended(now) for op in batch.ops)
+            return self.failed is not None or (not batch.missing and all(op.ended(now) for op in batch.ops))
 
     def wait(self, batch: _Batch, timeout: float) -> None:
         end = time.monotonic() + timeout
-        with self._changed:
+        with self._lock:
             self._waiting[batch.rank] = batch
             try:
                 while True:
@@ -133,43 +146,48 @@ class SimHub:
                     if error is not None:
                         raise error
                     now = time.monotonic()
-                    if all(op.ended(now) for op in batch.ops):
+                    if not batch.missing and all(op.ended(now) for op in batch.ops):
                         return
                     self._prove()
                     self._check()
                     if now >= end:
                         late = [op for op in batch.ops if not op.ended(now)]
                         raise ExchangeTimeout(
-                            f"after {timeout:g} s still missing {', '.join(op.text() for op in late)}; "
+                            f"expected {', '.join(op.text() for op in late)}, got nothing within {timeout:g} s; "
                             f"rank {late[0].peer} is late, stuck or out of order"
                         )
                     ready = [op.ready_at for op in batch.ops if op.ready_at is not None and op.ready_at > now]
-                    self._changed.wait(min([end, *ready]) - now)
+                    if not batch.missing and not ready:
+                        ready = [now + 50e-6]  # copies on a device tell nobody when they end
+                    self._changed[batch.rank].wait(min([end, *ready]) - now)
             finally:
                 del self._waiting[batch.rank]
 
     def leave(self, rank: int, reason: str | None = None) -> None:
         """``rank`` ended: what others still expect of it fails with PeerLost. If it failed, its posted messages are void."""
-        with self._changed:
+        with self._lock:
             self._live.discard(rank)
+            if reason is not None and self._first is None:
+                self._first = rank, reason
             self._left[rank] = reason or "it ended without posting this message"
             for mine, others in ((self._sends, self._recvs), (self._recvs, self._sends)):
                 for key, queue in list(mine.items()):
                     lost = [op for op in queue if op.batch.rank == rank] if reason is not None else []
                     if queue and queue[0].peer == rank:
-                        lost = list(queue)[len(others[key]) if reason is None else 0 :]
+                        lost = list(queue)[len(others.get(key, ())) if reason is None else 0 :]
                     for op in lost:
                         queue.remove(op)
                         op.error = self._lost(op)
-                        self._end(op)
+                        following = self._end(op)
+                        if following is not None:
+                            self._activate(following)
             self._prove()
-            self._changed.notify_all()
 
     def fail(self, error: ExchangeError) -> None:
         """End the simulation: every rank that posts or waits raises ``error``."""
-        with self._changed:
+        with self._lock:
             self.failed = self.failed or error
-            self._changed.notify_all()
+            self._wake_all()
 
     # ---- inside the lock
     def _check(self) -> None:
@@ -177,23 +195,25 @@ class SimHub:
             raise type(self.failed)(str(self.failed))
 
     def _lost(self, op: _Op) -> PeerLost:
-        return PeerLost(f"{op.text()} failed because rank {op.peer} has left: {self._left.get(op.peer, 'it ended')}")
+        first = f" [first to fail was rank {self._first[0]}: {self._first[1]}]" if self._first is not None else ""
+        return PeerLost(f"{op.text()} failed because rank {op.peer} has left: {self._left.get(op.peer, 'it ended')}{first}")
 
     def _prove(self) -> None:
         """All live ranks blocked, nothing under way: a deadlock, whatever the deadlines are."""
-        if self.failed is not None or not self._live or set(self._waiting) != self._live:
+        if self.failed is not None or not self._live or len(self._waiting) < len(self._live):
             return
+        if any(not batch.missing or batch.failed for batch in self._waiting.values()):
+            return  # woken, or its message is under way
         now = time.monotonic()
-        for batch in self._waiting.values():
-            if all(op.ended(now) for op in batch.ops) or any(op.error or op.ready_at for op in batch.ops if not op.ended(now)):
-                return
-            if any(op.error for op in batch.ops):
-                return
         lines = []
         for rank, batch in sorted(self._waiting.items()):
             lines.append(f"rank {rank} waits in {next(op.text() for op in batch.ops if not op.ended(now))}")
         self.failed = Deadlock(f"deadlock of {len(lines)} ranks: " + "; ".join(lines[:16]) + ("; ..." if len(lines) > 16 else ""))
-        self._changed.notify_all()
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        for changed in self._changed:
+            changed.notify_all()
 
     def _activate(self, batch: _Batch) -> None:
         todo = [batch]
@@ -202,11 +222,14 @@ class SimHub:
             for op in current.ops:
                 op.active = True
             for op in list(current.ops):
-                sends, recvs = self._sends[op.key], self._recvs[op.key]
+                sends, recvs = self._sends.get(op.key), self._recvs.get(op.key)
                 while sends and recvs and sends[0].active and recvs[0].active:
                     send, recv = sends.popleft(), recvs.popleft()
                     self._deliver(send, recv)
                     todo += [b for end in (send, recv) if (b := self._end(end)) is not None]
+                for queues, queue in ((self._sends, sends), (self._recvs, recvs)):
+                    if queue is not None and not queue:
+                        del queues[op.key]
 
     def _deliver(self, send: _Op, recv: _Op) -> None:
         _, communicator, source, destination = send.key
@@ -218,15 +241,38 @@ class SimHub:
                     "the two ranks disagree on the order or the size of their messages"
                 )
             return
-        recv.buffer.copy_(send.buffer)
         self.log.append(Message(communicator, source, destination, send.buffer.numel()))
         late = self.delay(communicator, source, destination, send.buffer.numel()) if self.delay is not None else 0.0
+        if send.posted is not None and recv.posted is not None:
+            send.copied = recv.copied = self._copy_on_device(send, recv, late)
+            late = 0.0
+        else:
+            recv.buffer.copy_(send.buffer)
         send.ready_at = recv.ready_at = time.monotonic() + late if late else 0.0
+
+    def _copy_on_device(self, send: _Op, recv: _Op, late: float) -> torch.cuda.Event:
+        """As NCCL does: on a stream of the receiver's communicator, after what both ends' streams had queued at their posts."""
+        number, communicator, _, destination = recv.key
+        device = recv.buffer.device
+        stream = self._device_streams.setdefault((number, communicator, destination), torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            for event in (send.posted, recv.posted):
+                if event is not None:
+                    stream.wait_event(event)
+            if late:
+                torch.cuda._sleep(int(late * 1e9))  # type: ignore[no-untyped-call] # cycles: about a second per 1e9 of them
+            recv.buffer.copy_(send.buffer, non_blocking=True)
+            copied: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(stream)
+        return copied
 
     def _end(self, op: _Op) -> _Batch | None:
         """Count ``op`` as ended; the next batch of its stream if that made room."""
         batch = op.batch
         batch.missing -= 1
+        batch.failed |= op.error is not None
+        if not batch.missing or batch.failed:
+            self._changed[batch.rank].notify_all()
         if batch.missing:
             return None
         queue = self._streams[batch.stream]
