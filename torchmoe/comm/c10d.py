@@ -289,9 +289,7 @@ class C10dTransport:
         try:
             work = dist.all_to_all_single(recv, send, list(recv_bytes), list(send_bytes), group=pg, async_op=True)
         except RuntimeError as e:
-            error = translate(e, what, c.name, _Swap(others, send, recv, None))
-            self._broken.setdefault(c.name, str(error))
-            raise error from None
+            raise self._fail(c.name, translate(e, what, c.name, _Swap(others, send, recv, None))) from None
         op = _Swap(others, send, recv, work)
         if not gloo:
             return self._handle(c, [op], what, _poll_nccl, _sleep_nccl)
