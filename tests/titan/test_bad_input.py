@@ -102,10 +102,14 @@ RUN: dict[str, Any] = {"module": "m", "config": "c", "options": [], "data": None
 def test_an_unfinished_run_resumes_and_a_finished_one_is_left_alone(tmp_path: Path) -> None:
     first, unfinished = choose_folder(tmp_path, "name", RUN)
     assert (first.name, unfinished) == ("name", False)
+    assert choose_folder(tmp_path, "name", {**RUN, "steps": 9}) == (first, False)  # nothing was trained yet
+    choose_folder(tmp_path, "name", RUN)
+    History(first).append({"step": 1})
     assert choose_folder(tmp_path, "name", RUN) == (first, True)
     (first / "summary.json").write_text("{}")
     second, unfinished = choose_folder(tmp_path, "name", RUN)
     assert (second.name, unfinished) == ("name-2", False)
+    History(second).append({"step": 1})
     assert choose_folder(tmp_path, "name", RUN) == (second, True)
     (second / "summary.json").write_text("{}")
     assert choose_folder(tmp_path, "name", RUN)[0].name == "name-3"
@@ -123,7 +127,8 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
 def test_an_unfinished_run_of_other_options_is_not_continued(tmp_path: Path) -> None:
     from torchmoe.errors import ConfigError
 
-    choose_folder(tmp_path, "name", RUN)
+    folder, _ = choose_folder(tmp_path, "name", RUN)
+    History(folder).append({"step": 1})
     with pytest.raises(ConfigError, match=r"unfinished run with steps=3, this one has 4"):
         choose_folder(tmp_path, "name", {**RUN, "steps": 4})
 

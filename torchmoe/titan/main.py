@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def check(run: dict[str, Any]) -> Any:
-    """Refuse what cannot run; returns the placement.
+    """Refuse what cannot run; returns the placement and notes the checksum of the text in ``run``.
 
     Raises:
         ConfigError: one sentence with the value, the rule and the remedy.
@@ -63,6 +63,7 @@ def check(run: dict[str, Any]) -> Any:
     for split in ("train", "held_out"):
         what = f"{split.replace('_', '-')} part of the text of {corpus.name!r}"
         Sequences(corpus.split(split), seq_len=config.training.seq_len, seed=None, what=what)
+    run["text_sha256"] = corpus.sha256
     return placement
 
 

@@ -12,13 +12,13 @@ from torchmoe.errors import ConfigError
 
 __all__ = ["RUN", "SUMMARY", "History", "choose_folder", "hold"]
 
-RUN, SUMMARY = "run.json", "summary.json"
+RUN, SUMMARY, HISTORY = "run.json", "summary.json", "history.jsonl"
 
 
 def choose_folder(root: Path, name: str, run: Mapping[str, Any]) -> tuple[Path, bool]:
     """(folder, whether it holds an unfinished run of the same options), created and marked with ``run``.
 
-    A folder is finished when it has a summary. NAME, NAME-2, NAME-3, ... are tried in order.
+    A folder is finished when it has a summary, and begun when it has a history. NAME, NAME-2, NAME-3, ... are tried in order.
 
     Raises:
         ConfigError: the folder cannot be written, or an unfinished run there has other options.
@@ -29,7 +29,7 @@ def choose_folder(root: Path, name: str, run: Mapping[str, Any]) -> tuple[Path, 
             continue
         mark = folder / RUN
         try:
-            if mark.exists():
+            if mark.exists() and (folder / HISTORY).exists():
                 return _resume(folder, json.loads(mark.read_text()), run), True
             folder.mkdir(parents=True, exist_ok=True)
             mark.write_text(json.dumps(dict(run), indent=1, sort_keys=True))
@@ -75,7 +75,7 @@ class History:
     """One JSON line a step in ``history.jsonl``; a resumed run forgets the steps after its checkpoint."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / "history.jsonl"
+        self.path = folder / HISTORY
 
     def read(self) -> list[dict[str, Any]]:
         if not self.path.exists():
