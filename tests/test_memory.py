@@ -187,3 +187,10 @@ def test_explain_prints_the_figures_of_the_plan() -> None:
     for figure in (plan.saved_bytes, plan.forward_transient_bytes, plan.backward_transient_bytes, plan.weight_gradient_bytes):
         assert f"{figure:,}" in text
     assert f"{plan.costs.forward_flops(T):.4g}" in text and "chunks of 16 tokens" in text
+
+
+def test_explain_names_the_tiles_of_the_backend() -> None:
+    assert "blocks: at most 512 rows" in experts(E, D, F).plan(T, top_k=K).explain()
+    pytest.importorskip("triton", reason="the Triton backend needs triton; pip install 'torchmoe[triton]'")
+    text = experts(E, D, F, backend="triton").plan(T, top_k=K).explain()
+    assert "up_projection: tile" in text and "weight_grad: tile" in text and "triton backend" in text

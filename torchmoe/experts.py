@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchmoe.costs.experts import BLOCK_ROWS, ExpertCosts
+from torchmoe.costs.experts import ExpertCosts
 from torchmoe.dispatch import DispatchQueue
 from torchmoe.errors import ConfigError
 from torchmoe.kernels import mlp, ops, scheme
 from torchmoe.kernels.activations import is_gated
 from torchmoe.kernels.backends import BACKENDS, resolve
 from torchmoe.kernels.blocks import accumulation_dtype
-from torchmoe.plan import ExpertPlan
+from torchmoe.plan import ExpertPlan, tile_lines
 from torchmoe.split_backward import ExpertSaved, ExpertWeightWork, grad_buffer
 
 __all__ = ["ExpertSaved", "ExpertWeightWork", "FusedExpertMLP", "RankExperts"]
@@ -220,16 +220,8 @@ class FusedExpertMLP(nn.Module):
         costs = self.costs(top_k, dtype=dtype)
         kernels = resolve(self.backend, weight.device)
         name = kernels.__name__.rsplit(".", 1)[-1].removesuffix("_backend")
-        return ExpertPlan(costs, tokens, self._mode(tokens, costs), name, self.chunk_tokens or 0, self._tiles(tokens * top_k))
-
-    def _tiles(self, rows: int) -> tuple[str, ...]:
-        weight = self._weight("w2_EDF")
-        assert weight is not None
-        describe = getattr(resolve(self.backend, weight.device), "describe_tiles", None)
-        if describe is None:
-            return (f"blocks: at most {BLOCK_ROWS} rows of one expert",)
-        lines: tuple[str, ...] = describe(self.num_experts, self.dim, self.hidden_dim, rows, weight.dtype)
-        return lines
+        rows = min(tokens, self.chunk_tokens or tokens) * top_k
+        return ExpertPlan(costs, tokens, self._mode(tokens, costs), name, self.chunk_tokens or 0, tile_lines(costs, name, rows))
 
     # ---- autograd form
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchmoe.costs.experts import ExpertCosts
+from torchmoe.costs.experts import BLOCK_ROWS, ExpertCosts
 
-__all__ = ["ExpertPlan"]
+__all__ = ["ExpertPlan", "tile_lines"]
 
 
 @dataclass(frozen=True)
@@ -73,3 +73,21 @@ class ExpertPlan:
             f"FLOPs: forward {c.forward_flops(T):.4g}, backward {c.backward_flops(T, self.save):.4g}",
         ]
         return "\n".join([*lines, *self.tiles])
+
+
+def tile_lines(costs: ExpertCosts, backend: str, rows: int) -> tuple[str, ...]:
+    """The tiles as text: of the reference its block of rows, of Triton the preferred configuration of each grouped GEMM."""
+    if backend != "triton":
+        return (f"blocks: at most {BLOCK_ROWS} rows of one expert",)
+    from torchmoe.kernels.tuning import KERNELS, Key, candidates, rows_bucket
+
+    lines = []
+    for kernel in KERNELS:
+        bucket = rows_bucket(rows, costs.num_experts)
+        choices = candidates(Key(kernel, costs.hidden_dim, costs.dim, costs.num_experts, costs.element_size, bucket))
+        c = choices[0]
+        lines.append(
+            f"{kernel}: tile {c.block_m} x {c.block_n} x {c.block_k}, {c.num_warps} warps, {c.num_stages} stages "
+            f"(first of {len(choices)} candidates; tuning or the device's memory may choose another)"
+        )
+    return tuple(lines)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchmoe.costs.experts import BLOCK_ROWS
 
-__all__ = ["BLOCK_ROWS", "GradSink", "Scratch", "accumulation_dtype", "blocks", "cut", "project", "round_", "segments", "store"]
+__all__ = ["BLOCK_ROWS", "GradSink", "Scratch", "accumulation_dtype", "blocks", "cut", "project", "segments", "store"]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -46,15 +46,15 @@ class Scratch:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.storage_dtype, self.dtype = device, dtype, accumulation_dtype(dtype)
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[tuple[str, int], Tensor] = {}
 
     def take(self, name: str, rows: int, columns: int) -> Tensor:
         """A contiguous [rows, columns] buffer with undefined contents."""
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < rows * columns:
-            buffer = torch.empty(rows * columns, dtype=self.dtype, device=self.device)
-            self._buffers[name] = buffer
-        return buffer[: rows * columns].view(rows, columns)
+        buffer = self._buffers.get((name, columns))
+        if buffer is None or buffer.size(0) < rows:
+            buffer = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
+            self._buffers[name, columns] = buffer
+        return buffer[:rows]
 
     def output(self, name: str, target: Tensor | None, rows: int, columns: int) -> Tensor:
         """``target`` itself where it has the accumulation dtype, else a buffer to be stored into it."""
@@ -73,11 +73,6 @@ class Scratch:
     def round_(self, values: Tensor) -> Tensor:
         """Round in place to what the storage dtype can hold."""
         return values if self.storage_dtype == self.dtype else values.copy_(values.to(self.storage_dtype))
-
-
-def round_(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round in place to what ``dtype`` can hold."""
-    return values if values.dtype == dtype else values.copy_(values.to(dtype))
 
 
 def store(target: Tensor, values: Tensor) -> None:
