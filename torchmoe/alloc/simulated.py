@@ -149,9 +149,12 @@ def simulated_step(allocator: RooflineAllocator, a: Allocation) -> tuple[float, 
 
 
 def refine(allocator: RooflineAllocator, a: Allocation, *, factors: Sequence[int] = (2, 4)) -> Allocation:
-    """The allocation with the cycle length (``factors`` times p, as memory allows) whose simulated step is shortest."""
+    """The allocation with the cycle length (``factors`` times p, as memory allows) whose simulated step is shortest;
+    unchanged where two of its cycles are more than ``UNITS``."""
     p = max(a.pa, a.pf)
     best = None
+    if 4 * p * 2 * allocator.model.num_moe_layers > UNITS:
+        return a  # two cycles of so many units take minutes: the closed form has to do
     for cycle in sorted({max(2, min(f, -(-a.micro_batches // p))) * p for f in factors}):
         c = replace(allocator.costs, workload=a.workload, cycle=cycle)
         memory_a = c.attention_memory(pa=a.pa, pf=a.pf, m=a.m, n=a.n, replicas=a.replicas)
