@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ _PROFILE = """examples:
 
 SIMULATIONS: dict[str, dict[str, Any]] = {
     "128-h800": {"cluster": "h800x128", "model": "deepseek-moe", "seq": 4096, "batch": 1024},
-    "10000-gpus": {"cluster": "h800x10000", "model": "deepseek-v3", "seq": 4096, "batch": 20480},
+    "10000-gpus": {"cluster": "h800x10000", "model": "qwen3-30b", "seq": 4096, "batch": 20000},
 }
 """Presets of ``simulate``: the paper's cluster, and ten thousand GPUs."""
 
@@ -307,6 +308,8 @@ def _roofline(args: argparse.Namespace) -> int:
     cluster, model, w = _specs(args)
     m, n = _pair(args.split, "--split")
     qa, qf = _pair(args.nics, "--nics") if args.nics else (m, n)
+    if not args.micro:  # a pipeline's micro-batch fills several GPUs: with one sequence the experts would look starved
+        w = replace(w, micro_batch=8, global_batch=8 * w.global_batch)
     roofline = Roofline(cluster, model, w, int(m), int(n), qa, qf, mode=args.mode)
     points = [p for s in _lengths(args.lengths) for p in roofline.points(s)]
     if args.plot:

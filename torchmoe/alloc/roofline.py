@@ -158,12 +158,12 @@ def plot_roofline(roofline: Roofline, lengths: Sequence[int], path: str | Path) 
             )
             if role == "attention":
                 for p in own:
-                    up = placement == "split"
+                    own_label = placement == "split"
                     ax.annotate(
                         f"{p.seq_len // 1024}K",
                         (p.intensity, p.attained / 1e12),
                         textcoords="offset points",
-                        xytext=(0, 8 if up else -14),
+                        xytext=(-12, 7) if own_label else (16, -9),
                         fontsize=8,
                         ha="center",
                         color=colors[role],

@@ -149,8 +149,10 @@ def simulated_step(allocator: RooflineAllocator, a: Allocation) -> tuple[float, 
 
 
 def refine(allocator: RooflineAllocator, a: Allocation, *, factors: Sequence[int] = (2, 4)) -> Allocation:
-    """The allocation with the cycle length (``factors`` times p, as memory allows) whose simulated step is shortest;
-    unchanged where two of its cycles are more than ``UNITS``."""
+    """The allocation with the cycle (``factors`` times p, as memory allows) whose simulated step is shortest, and that step.
+
+    Unchanged where two cycles are more units than ``UNITS``.
+    """
     p = max(a.pa, a.pf)
     best = None
     if 4 * p * 2 * allocator.model.num_moe_layers > UNITS:
