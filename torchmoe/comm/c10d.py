@@ -8,6 +8,7 @@ neither operation nor peer: ours name the operation, the communicator, the peer 
 from __future__ import annotations
 
 import datetime
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -236,6 +237,7 @@ class C10dTransport:
                 )
             if rank in c.ranks and c.name in groups:
                 raise ConfigError(f"communicator {c.name!r} appears twice on rank {rank}; names must be unique on a rank")
+        _agree(communicators, rank, world, limit.total_seconds())
         for c in communicators:
             backend = "gloo" if c.host or device.type == "cpu" else "nccl"
             pg = dist.new_group(list(c.ranks), timeout=limit, backend=backend, group_desc=c.name)
@@ -394,6 +396,34 @@ class C10dTransport:
             error = type(error)(f"{error} [{verdict}]")
         self._broken.setdefault(name, str(error))
         return error
+
+
+def _agree(communicators: Sequence[Communicator], rank: int, world: int, seconds: float) -> None:
+    """Refuse, on all ranks, lists that differ: process groups made from different lists hang at their first use."""
+    store = dist.distributed_c10d._get_default_store()
+    number = store.add(f"torchmoe/created/{rank}", 1)
+    mine = [[c.name, list(c.ranks), c.host] for c in communicators]
+    key, agreed, refused = (f"torchmoe/{word}/{number}" for word in ("communicators", "agreed", "refused"))
+    if rank == 0:
+        store.set(key, json.dumps(mine))
+    theirs = json.loads(store.get(key))
+    for i in range(max(len(mine), len(theirs))):
+        a, b = (x[i] if i < len(x) else "nothing" for x in (mine, theirs))
+        if a != b:
+            text = f"communicator {i} is {a} on rank {rank} and {b} on rank 0; build all ranks from one placement and residual"
+            store.set(refused, text)
+            raise ConfigError(text)
+    store.add(agreed, 1)
+    end = time.monotonic() + seconds
+    while (there := store.add(agreed, 0)) < world:
+        if store.check([refused]):
+            raise ConfigError(store.get(refused).decode())
+        if time.monotonic() > end:
+            raise ExchangeTimeout(
+                f"only {there} of {world} ranks create the communicators after {seconds:g} s; "
+                "call C10dTransport.create on all ranks, or raise Deadlines.init"
+            )
+        time.sleep(0.002)
 
 
 def _own_store() -> Any:
