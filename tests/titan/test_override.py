@@ -97,3 +97,23 @@ def test_routed_experts_refuse_a_dispatcher_that_exchanges() -> None:
     config = routed_experts(RoutedExperts.Config(inner_experts=inner, token_dispatcher=exchanging))
     with pytest.raises(ConfigError, match="grouped_experts"):
         config.build()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("grouped_experts", "GroupedExperts"), ("routed_experts", "RoutedExperts")])
+def test_one_line_in_a_recipe_activates_it(name: str, kind: str) -> None:
+    """torchtitan's own mechanism finds the experts in a config tree and replaces them, arguments included."""
+    from torchtitan.config import OverrideConfig
+    from torchtitan.config.override import apply_overrides
+    from torchtitan.models.common.linear import Linear
+    from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
+
+    _, routed = configs()
+    gate = Linear.Config(in_features=16, out_features=5)
+    tree = MoE.Config(
+        num_experts=5, routed_experts=routed, router=TokenChoiceTopKRouter.Config(num_experts=5, gate=gate, top_k=2)
+    )
+    lines = apply_overrides(OverrideConfig(imports=[(f"torchmoe.titan.override.{name}", {"save": "input"})]), tree)
+    assert len(lines) == 1 and f"TorchMoE{kind}.Config" in lines[0]
+    built = tree.routed_experts.build()
+    ours = built if name == "routed_experts" else built.inner_experts
+    assert type(ours).__name__ == f"TorchMoE{kind}" and ours.save == "input"
