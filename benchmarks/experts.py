@@ -86,21 +86,30 @@ def leaves(block: Block, module: FusedExpertMLP) -> list[nn.Parameter]:
     return [*module.parameters(), *([joint] if joint is not None else [])]
 
 
-def verify(name: str, block: Block, module: FusedExpertMLP, x: Tensor, ids: Tensor, gates: Tensor) -> None:
+Truth = tuple[Tensor, dict[str, Tensor], Tensor]
+"""(y, gradients, dy) of the oracle on the first CHECKED tokens."""
+
+
+def truth(module: FusedExpertMLP, x: Tensor, ids: Tensor, gates: Tensor) -> Truth:
+    """What every implementation has to give on the first tokens, in fp64."""
+    dy = torch.randn(min(CHECKED, len(x)), x.size(1), generator=torch.Generator().manual_seed(3)).to(x)
+    weights = {n.split("_")[0]: p.detach() for n, p in module.named_parameters()}
+    first = (t[:CHECKED].detach() for t in (x, ids, gates))
+    return (*oracle.expert_mlp_grads(*first, weights, dy, activation=module.activation), dy)
+
+
+def verify(name: str, block: Block, module: FusedExpertMLP, x: Tensor, ids: Tensor, gates: Tensor, want: Truth) -> None:
     """Output and gradients of the first tokens against the fp64 oracle.
 
     Raises:
         SystemExit: they differ.
     """
+    want_y, want_grads, dy = want
     x, gates = (t[:CHECKED].detach().clone().requires_grad_() for t in (x, gates))
-    ids = ids[:CHECKED]
     for p in leaves(block, module):
         p.grad = None
-    y = block(x, ids, gates)
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y)
+    y = block(x, ids[:CHECKED], gates)
     y.backward(dy)
-    weights = {n.split("_")[0]: p.detach() for n, p in module.named_parameters()}
-    want_y, want = oracle.expert_mlp_grads(x, ids, gates, weights, dy, activation=module.activation)
     got = {"y": y, "x": x.grad, "gates": gates.grad}
     joint = getattr(block, "joint", None)
     own = {n.split("_")[0]: p.grad for n, p in module.named_parameters()}
@@ -109,7 +118,7 @@ def verify(name: str, block: Block, module: FusedExpertMLP, x: Tensor, ids: Tens
     got |= {n: g for n, g in own.items() if g is not None}
     for key, value in got.items():
         assert value is not None
-        error = oracle.relative_error(value, want_y if key == "y" else want[key])
+        error = oracle.relative_error(value, want_y if key == "y" else want_grads[key])
         if error > TOLERANCE[x.dtype]:
             raise SystemExit(f"{name}: {key} is off by {error:.2e} from the oracle; nothing is timed")
 
@@ -126,8 +135,9 @@ def measure(
     dy = torch.randn(shape.T, shape.D, device=device, generator=g).to(dtype)
     times: dict[str, dict[str, list[float]]] = {n: {"forward": [], "both": []} for n in blocks}
     saved, peak = {}, {}
+    want = truth(module, x, ids, gates)
     for name, block in blocks.items():
-        verify(name, block, module, x, ids, gates)
+        verify(name, block, module, x, ids, gates, want)
         saved[name] = saved_bytes(block, module, x, ids, gates)
         peak[name] = peak_bytes(lambda b=block: b(x, ids, gates).backward(dy), device)
     for _ in range(rounds):

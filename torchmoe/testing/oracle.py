@@ -37,6 +37,7 @@ def expert_mlp(x: Tensor, ids: Tensor, gates: Tensor, weights: Mapping[str, Tens
         gates: [T, K].
         weights: w1 [E, F, D], w2 [E, D, F] and where used w3 [E, F, D], b1, b3 [E, F], b2 [E, D].
     """
+    by_expert = {name: w.unbind(0) for name, w in weights.items()}
     rows = []
     for t in range(x.size(0)):
         y = torch.zeros(weights["w2"].size(1), dtype=x.dtype)
@@ -44,15 +45,15 @@ def expert_mlp(x: Tensor, ids: Tensor, gates: Tensor, weights: Mapping[str, Tens
             e = int(ids[t, k])
             if e < 0:
                 continue
-            g = weights["w1"][e] @ x[t]
-            if "b1" in weights:
-                g = g + weights["b1"][e]
-            u = weights["w3"][e] @ x[t] if "w3" in weights else None
-            if u is not None and "b3" in weights:
-                u = u + weights["b3"][e]
-            out = weights["w2"][e] @ _act(activation, g, u)
-            if "b2" in weights:
-                out = out + weights["b2"][e]
+            g = by_expert["w1"][e] @ x[t]
+            if "b1" in by_expert:
+                g = g + by_expert["b1"][e]
+            u = by_expert["w3"][e] @ x[t] if "w3" in by_expert else None
+            if u is not None and "b3" in by_expert:
+                u = u + by_expert["b3"][e]
+            out = by_expert["w2"][e] @ _act(activation, g, u)
+            if "b2" in by_expert:
+                out = out + by_expert["b2"][e]
             y = y + gates[t, k] * out
         rows.append(y)
     return torch.stack(rows) if rows else x.new_zeros(0, weights["w2"].size(1)) + 0.0 * x.sum()
