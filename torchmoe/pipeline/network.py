@@ -60,22 +60,23 @@ def fair_rates(flows: Mapping[tuple[int, int], int], egress: list[float], ingres
     """
     left = {("out", s): egress[s] for s, _ in flows} | {("in", d): ingress[d] for _, d in flows}
     users: dict[tuple[str, int], dict[tuple[int, int], int]] = {k: {} for k in left}
+    count = dict.fromkeys(left, 0)
     for pair, n in flows.items():
-        users["out", pair[0]][pair] = n
-        users["in", pair[1]][pair] = n
+        for side in (("out", pair[0]), ("in", pair[1])):
+            users[side][pair] = n
+            count[side] += n
     rates: dict[tuple[int, int], float] = {}
     while users:
-        share = {k: left[k] / sum(u.values()) for k, u in users.items()}
-        tight = min(share, key=share.__getitem__)
-        rate = share[tight]
+        tight = min(users, key=lambda k: left[k] / count[k])
+        rate = left[tight] / count[tight]
         for pair, n in list(users[tight].items()):
             rates[pair] = rate
             for side in (("out", pair[0]), ("in", pair[1])):
                 left[side] = max(0.0, left[side] - rate * n)
-                if side in users:
-                    users[side].pop(pair)
-                    if not users[side]:
-                        del users[side]
+                count[side] -= n
+                del users[side][pair]
+                if not users[side]:
+                    del users[side]
     return rates
 
 
@@ -102,6 +103,7 @@ class Network(Generic[M]):
         self._next: float | None = math.inf
         self._channels: dict[Hashable, _Channel[M]] = {}
         self._active: dict[_Channel[M], None] = {}
+        self._stale = False  # the set of transfers changed since the rates were shared out
         self._rates: dict[tuple[int, int], float] = {}
         self._known: dict[frozenset[tuple[tuple[int, int], int]], dict[tuple[int, int], float]] = {}
 
@@ -117,17 +119,21 @@ class Network(Generic[M]):
             self._sync(now)
             c.rest = num_bytes
             self._active[c] = None
-            self._share()
+            self._stale, self._next = True, None
         return True
 
     def next_end(self) -> float:
         """When the next transfer ends; inf without any."""
         if self._next is None:
+            if self._stale:
+                self._share()
             self._next = min((self._now + c.rest / self._rates[c.pair] for c in self._active), default=math.inf)
         return self._next
 
     def finish(self, now: float) -> list[M]:
         """The messages whose last byte has left by ``now``, which is not past :meth:`next_end`."""
+        if self._stale:
+            self._share()
         self._sync(now)
         ended: list[M] = []
         for c in list(self._active):
@@ -137,13 +143,13 @@ class Network(Generic[M]):
                     c.rest = c.queue[0][1]
                 else:
                     del self._active[c]
-        self._share()
+        self._stale, self._next = True, None
         return ended
 
     def _sync(self, now: float) -> None:
         dt = now - self._now
         self._now = now
-        if dt > 0:
+        if dt > 0:  # time only moves after next_end(), so the rates are those of this interval
             for c in self._active:
                 c.rest -= self._rates[c.pair] * dt
 
@@ -153,4 +159,4 @@ class Network(Generic[M]):
         rates = self._known.get(key)
         if rates is None:  # the same sets of transfers come again and again
             rates = self._known[key] = fair_rates(flows, self.egress, self.ingress)
-        self._rates, self._next = rates, None
+        self._rates, self._stale, self._next = rates, False, None

@@ -94,7 +94,7 @@ def simulate(
         where: placement, wiring, or None for a plain pipeline.
         residual: with a placement, how the residual travels.
         links: default free and instant.
-        per_rank: one actor per rank (for ``costs.ranks``); practical up to about 64 ranks.
+        per_rank: one actor per rank (for ``costs.ranks``); 64 ranks take seconds, uneven ones half a minute.
         issue: "inline": the issuing thread computes itself (CPU), so a receive is posted when the computations before it are
             done. "ahead": computations and the sends behind them queue on a device, waits alone stop the issuing thread (CUDA).
         contention: None computes one thing at a time. A factor gives every actor a forward and a backward stream (with
