@@ -31,7 +31,7 @@ import torch
 from benchmarks import halo_ranks
 from benchmarks.netns import Link, Network, missing
 
-SIZES = (1024, 4096, 16384, 65536)
+SIZES = (1024, 16384, 65536)
 LINKS = (Link(20, packet_bytes=8192), Link(20))
 FREE = Link(10000)
 BOUND = 3.0
@@ -154,7 +154,7 @@ def main() -> int:
         print(f"not measured: {reason}")
         return 0
     sizes, links, nodes = (SIZES[::2], LINKS[:1], args.nodes[:1]) if args.quick else (SIZES, LINKS, args.nodes)
-    job = {"sizes": sizes, "reps": args.reps or (3 if args.quick else 7), "tokens": TOKENS}
+    job = {"sizes": sizes, "reps": args.reps or (3 if args.quick else 5), "tokens": TOKENS}
     start, found = time.time(), []
     for n in nodes:
         free = {e["pair_bytes"]: med(e["times"]["gloo"]) for e in measure(n, FREE, {**job, "tokens": None})["sizes"]}
