@@ -33,7 +33,7 @@ SOME = Shape("qwen3_30b_T1024", 1024, 2048, 768, 128, 8)
 FEW = Shape("qwen3_30b_T64", 64, 2048, 768, 128, 8)
 ODD = Shape("odd_widths", 4096, 97, 47, 7, 3, "geglu")
 PLAIN = Shape("scatter_silu", 16384, 4096, 1024, 64, 8, "silu")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,14 @@ def cases(quick: bool) -> Iterator[Case]:
     seen: set[str] = set()
     plans = [("bf16", "sm_90", shape) for shape in (QWEN3, GPT_OSS, SOME, FEW)]
     if not quick:
-        plans += [("fp32", "sm_90", QWEN3), ("fp16", "sm_90", QWEN3), ("bf16", "sm_90", ODD), ("bf16", "sm_90", PLAIN)]
+        plans += [("fp32", "sm_90", QWEN3), ("bf16", "sm_90", ODD), ("bf16", "sm_90", PLAIN)]
         plans += [(d, t, s) for t in ("sm_80", "sm_100", "gfx942") for d, s in (("bf16", QWEN3), ("bf16", SOME), ("bf16", FEW))]
         plans += [("fp32", t, QWEN3) for t in ("sm_80", "sm_100", "gfx942")]
     for dtype, target, shape in plans:
         count: Counter[str] = Counter()
         for launch in launches(shape, DTYPES[dtype], target):
+            if launch.name not in KERNELS and (dtype == "fp32" or shape in (ODD, PLAIN)):
+                continue  # the small kernels differ little between these
             choices: list[Config | None] = [None]
             if not quick and launch.name in KERNELS and shape in (QWEN3, SOME, FEW):
                 choices += [config for config in _table(launch.name, shape, dtype, target) if config != launch.config]

@@ -36,6 +36,7 @@ __all__ = [
     "Device",
     "Key",
     "Tuner",
+    "cache_path",
     "candidates",
     "default_config",
     "fits",
@@ -242,7 +243,12 @@ class Tuner:
         os.replace(file.name, path)
 
     def _path(self, name: str) -> Path:
-        return self._cache_dir / f"{re.sub('[^A-Za-z0-9]+', '_', name)}.json"
+        return cache_path(self._cache_dir, name)
+
+
+def cache_path(cache_dir: Path, device_name: str) -> Path:
+    """The cache file of a device."""
+    return cache_dir / f"{re.sub('[^A-Za-z0-9]+', '_', device_name)}.json"
 
 
 @functools.cache
