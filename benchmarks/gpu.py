@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("gpu: not measured (no GPU here; --dry-run checks the program under the interpreter)")
         return 0
     device = torch.device("cpu" if options.dry_run else "cuda")
-    started = time.monotonic()
+    started = time.monotonic() if device.type == "cuda" else float("inf")  # an interpreter has no budget to keep
     print(json.dumps(machine(device)), flush=True)
     worst = verify(device, deadline=started + 0.35 * options.budget)
     rows = measure(device, quick=options.quick, deadline=started + options.budget)
@@ -103,7 +103,7 @@ def verify(device: Any, *, deadline: float) -> float:
 
     small = device.type == "cpu"
     large = [(300, 97, 47, 7, 3), (2048, 512, 384, 16, 2), (64, 256, 128, 64, 8)]
-    shapes = [(5, 33, 20, 3, 2), (12, 48, 32, 4, 2)] if small else large
+    shapes = [(7, 33, 20, 3, 2)] if small else large
     dtypes = {torch.float32: 1e-5, torch.float16: 3e-3, **({} if small else {torch.bfloat16: 2e-2})}
     cases = [("swiglu", False, "preact"), ("clamped_swiglu", True, "input"), ("geglu", False, "half"), ("relu2", True, "all")]
     cases += [] if small else [("reglu", False, "preact"), ("silu", False, "preact"), ("gelu", True, "preact")]
