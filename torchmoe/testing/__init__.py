@@ -4,12 +4,14 @@
 """
 
 from torchmoe.testing.faults import Fault, FaultyTransport, Killed
+from torchmoe.testing.properties import Dispatcher, check_dispatcher
 from torchmoe.testing.ranks import RankContext, RankFailure, RanksFailed, run_ranks
 from torchmoe.testing.sim import Deadlock, SimHub, SimTransport
 from torchmoe.testing.tolerance import assert_close_rel, relative_error
 
 __all__ = [
     "Deadlock",
+    "Dispatcher",
     "Fault",
     "FaultyTransport",
     "Killed",
@@ -19,6 +21,7 @@ __all__ = [
     "SimHub",
     "SimTransport",
     "assert_close_rel",
+    "check_dispatcher",
     "relative_error",
     "run_ranks",
 ]
