@@ -74,17 +74,17 @@ def problems(draw: st.DrawFn) -> Problem:
     return Problem(layouts, gpus, nics, share)
 
 
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=900, deadline=None)
 @given(problems())
 def test_the_program_equals_brute_force(p: Problem) -> None:
     check(p)
 
 
-def test_the_program_equals_brute_force_on_a_thousand_more() -> None:
+def test_the_program_equals_brute_force_on_roofline_tables() -> None:
     """Fixed seed, tables as the roofline makes them (falling with the size), larger than hypothesis draws them."""
     rng = random.Random(0)
     solved = 0
-    for _ in range(1300):
+    for _ in range(1100):
         layouts = []
         for _ in range(rng.randint(1, 3)):
             r, pa, pf = rng.randint(1, 2), rng.randint(1, 2), rng.randint(1, 2)
@@ -105,7 +105,7 @@ def test_the_program_equals_brute_force_on_a_thousand_more() -> None:
         solved += (
             check(Problem(layouts, rng.randint(2, 20), rng.choice([None, rng.randint(2, 8)])), rng.choice([0, 0.05])) is not None
         )
-    assert solved > 1000
+    assert solved > 900
 
 
 def test_the_tie_prefers_fewer_gpus_and_mfu_weighs_both() -> None:

@@ -205,7 +205,7 @@ class ColocatedCosts:
             embedding=stage == 0,
             head=stage == self.pp - 1,
             tokens=tokens,
-            live_units=live * max(moe, 1),
+            live_units=live * max(moe, 1) + (stage == self.pp - 1),  # the head's unit is its transient
             rows_per_token=shape.top_k,
             precision=w.precision,
             recompute=w.recompute,

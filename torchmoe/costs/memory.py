@@ -120,7 +120,8 @@ def live_units_af(*, num_layers: int, pa: int, pf: int, role: str, cycle: int | 
             enough = 2 * (2 * p - r - 1) + (-(-(head + 1) // (2 * p)) - 1) * longest + 1
         else:
             enough = least + 2 * (head - units[-1])
-        most = max(most, min(max(enough, least), micro_batches * len(units)))
+        has_head = units[-1] == head  # its forward and backward are one action: one at a time
+        most = max(most, min(max(enough, least), micro_batches * (len(units) - has_head) + has_head))
     return most
 
 
@@ -219,6 +220,7 @@ def attention_rank_memory(
     recompute: str = "none",
     optimizer_copies: int = 1,
     allowance: float = 0.0,
+    fused_norm: bool = True,
 ) -> MemoryParts:
     """Bytes of one rank of an attention group.
 
@@ -226,10 +228,11 @@ def attention_rank_memory(
         layers: MoE layers of the group; ``dense_layers`` run before the first of them.
         embedding, head: whether the group holds them.
         tokens: of one micro-batch on this rank.
-        live_units: (layer, micro-batch) pairs whose activations are held at the peak.
+        live_units: units whose activations are held at the peak, the head's (which is the transient) among them.
         rows_per_token: rows that a token is dispatched as.
         recompute: "full" keeps only a unit's input and what was dispatched.
         optimizer_copies: ranks over which master copy and moments are sharded.
+        fused_norm: see :func:`attention_saved_bytes`.
     """
     params = layers * shape.attention_side_params + dense_layers * (shape.attention_params + shape.dim + shape.dense_params)
     params += shape.embedding_params * embedding + shape.head_params * head
@@ -238,12 +241,13 @@ def attention_rank_memory(
     if recompute == "full":
         unit = 2.0 * row
     else:
-        unit = attention_saved_bytes(shape, itemsize=item)
+        unit = attention_saved_bytes(shape, itemsize=item, fused_norm=fused_norm)
         if dense_layers:  # they run inside the units of one of the group's layers
-            dense = attention_saved_bytes(shape, itemsize=item, moe=False) + dense_saved_bytes(
+            dense = attention_saved_bytes(shape, itemsize=item, moe=False, fused_norm=fused_norm) + dense_saved_bytes(
                 shape, width=shape.dense_dim, itemsize=item
             )
             unit += dense * dense_layers / layers
+    live_units = max(1, live_units - head)
     routing = shape.top_k * (4 + 4)
     wire = rows_per_token * (2 * row + shape.top_k * 12)
     return MemoryParts(

@@ -1,0 +1,53 @@
+"""Predicted memory against the main job: live tensor bytes of every rank during a step of ``recipes.disag_tiny:cpu_2a2f``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchmoe.costs import live_units_af, rows_per_token
+from torchmoe.costs.memory import FP32, attention_rank_memory, expert_rank_memory
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_peak_live_bytes_of_the_main_job_are_predicted(tmp_path: Path) -> None:
+    """State to the byte, and state plus what a step adds within 10 %: each attention rank, and the mean of the expert ranks
+    (their loads differ with the routing; the prediction is for equal loads)."""
+    pytest.importorskip("torchtitan", reason="runs the main job's recipe")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command += [str(Path(__file__).parent / "live_worker.py"), "recipes.disag_tiny", "cpu_2a2f", str(tmp_path)]
+    command += ["--training.steps", "2", "--dump_folder", str(tmp_path / "out")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    seen = [json.loads((tmp_path / f"{r}.json").read_text()) for r in range(4)]
+
+    from recipes.disag_tiny import RECIPE
+    from torchmoe.alloc.models import MoESpec
+    from torchmoe.titan.model import model_spec
+
+    shape = MoESpec.from_torchtitan(model_spec(RECIPE.model))
+    batches = RECIPE.sequences // RECIPE.microbatch
+    tokens = RECIPE.microbatch * RECIPE.seq_len
+    rows = rows_per_token(8, 2, [4, 4])
+    live = {role: live_units_af(num_layers=2, pa=1, pf=1, role=role, micro_batches=batches) for role in ("attention", "ffn")}
+    a = attention_rank_memory(
+        shape, layers=2, embedding=True, head=True, tokens=tokens / 2, live_units=live["attention"], rows_per_token=rows,
+        precision=FP32, fused_norm=False,
+    )  # fmt: skip
+    f = expert_rank_memory(
+        shape, layers=2, experts=4, rows=tokens * rows / 2, pairs=tokens, live_units=live["ffn"], precision=FP32
+    )
+    for rank in seen[:2]:
+        assert rank["state"] == a.weights + a.optimizer
+        assert rank["state"] + rank["peak"] == pytest.approx(a.total, rel=0.1)
+    for rank in seen[2:]:
+        assert rank["state"] == f.weights + f.optimizer
+    mean = sum(r["state"] + r["peak"] for r in seen[2:]) / 2
+    assert mean == pytest.approx(f.total, rel=0.1)
