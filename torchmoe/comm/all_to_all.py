@@ -1,8 +1,9 @@
 """AllToAllExchange: classic colocated expert parallelism, every rank holds tokens and experts.
 
-Point-to-point messages over the non-empty pairs instead of a collective with zero splits: on gloo that is the faster form for
-ragged counts, it is checked message by message (gloo's own all-to-all kills the process on a wrong split), and the same code
-runs on simulated ranks. A row goes once per (token, rank) however many of the token's experts live there.
+Point-to-point messages over the non-empty pairs instead of a collective: they are checked one by one (gloo's all-to-all kills
+the process on a wrong split), errors name the peer, nothing is sent to pairs without rows, and the same code runs on simulated
+ranks. The price on gloo is more work per message where all pairs are busy (`python -m benchmarks.halo` shows both).
+A row goes once per (token, rank) however many of the token's experts live there.
 """
 
 from __future__ import annotations
