@@ -60,7 +60,7 @@ def brute_force(a: RooflineAllocator) -> tuple[float, int]:
                         layers * out_a / (band * per * m),
                         layers * out_f / (band * per * n),
                     )
-                    fill = 1 + (2 * p - 1) / (steps * layers)
+                    fill = max(1, 3 * p / steps) + (2 * p - 1) / (steps * layers)
                     found.append((t * steps * fill, r * p * (m + n)))
     least = min(t for t, _ in found)
     return least, min(g for t, g in found if t <= least * (1 + a.tie))
@@ -161,6 +161,16 @@ def test_live_units_bound_what_the_schedule_holds(pa: int, pf: int, batches: int
         bound = costs.live_units(role, pa, pf, batches)
         assert most <= bound, (role, held)
         assert bound <= 2 * most + 2 * (pa + pf)
+
+
+@pytest.mark.parametrize(("p", "batches"), [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (2, 8), (4, 8), (4, 16)])
+def test_the_fill_factor_follows_the_simulator(p: int, batches: int) -> None:
+    a = allocator(32, tie=1e-6)
+    w = replace(a.workload, global_batch=8 * batches)
+    costs = replace(a.costs, workload=w, cycle=4 * p)
+    one = replace(a, workload=w, groups=(p,), max_replicas=1).solve()
+    s = simulate_allocation(replace(a, workload=w), one)
+    assert a.fill_factor(costs, 1, p) == pytest.approx(s.makespan / one.busy, rel=0.25)
 
 
 def test_memory_parts_add_up() -> None:

@@ -145,7 +145,7 @@ def recipe_text(report: PlanReport, choice: Plan | Allocation, *, module: str = 
     if w.dtype not in ("bf16", "fp32"):
         raise ConfigError(f"dtype {w.dtype} has no recipe; plan with bf16 or fp32")
     details = (
-        f"Predicted for {report.model.name} on {report.cluster.name}: step {choice.step * 1e3:.0f} ms, MFU {choice.mfu:.1%}.\n"
+        f"Predicted for {report.model.name} on {report.cluster.name}: step {choice.step * 1e3:.3g} ms, MFU {choice.mfu:.1%}.\n"
     )
     sizes = _sizes(report.model)
     if not report.model.qk_norm:
