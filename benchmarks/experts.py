@@ -172,8 +172,8 @@ def measure(
         )
         r = rows[-1]
         print(
-            f"{shape.name:16s} {kind:10s} {name:24s} forward {forward * 1e3:8.2f} ms {r['forward_tflops']:7.2f} TF  "
-            f"both {both * 1e3:8.2f} ms {r['both_tflops']:7.2f} TF  saved {saved[name] / 2**20:8.1f} MiB  "
+            f"{shape.name:16s} {kind:10s} {name:24s} forward {forward * 1e3:8.2f} ms {r['forward_tflops']:8.3f} TF  "
+            f"both {both * 1e3:8.2f} ms {r['both_tflops']:8.3f} TF  saved {saved[name] / 2**20:8.1f} MiB  "
             f"peak {peak[name] / 2**20:8.1f} MiB  torchmoe/it {r['torchmoe_over_it']:.2f}",
             flush=True,
         )

@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.experts_kit import experts
+from torchmoe.dispatch import DispatchQueue
 from torchmoe.errors import ConfigError
+from torchmoe.experts import FusedExpertMLP
 from torchmoe.layer import MoELayer
 from torchmoe.router import Routing, TopKRouter
 
@@ -88,15 +90,45 @@ def sharded(rank: int, port: int, folder: str) -> None:
         y.square().sum().backward()
         grads = {n: p.grad.full_tensor() for n, p in module.named_parameters() if p.grad is not None}
         torch.save({"y": y.detach(), "grads": grads}, f"{folder}/{E}.{rank}.pt")
+    torch.save(expert_parallel_weights(mesh, rank), f"{folder}/dtensor.{rank}.pt")
     dist.destroy_process_group()
 
 
-def test_fsdp2_sharded_weights_give_the_gradients_of_one_device(tmp_path: Path) -> None:
-    """pytorch/torchtitan PR#1561, huggingface/transformers PR#45662, pytorch/pytorch#149396: E below the world size."""
+def expert_parallel_weights(mesh: DeviceMesh, rank: int) -> list[float]:
+    """Errors of a module over DTensor weights (2 of 4 experts on this rank) against one over the same plain weights."""
+    whole = experts(4, 8, 6)
+    sources = (whole.w1_EFD, whole.w2_EDF, whole.w3_EFD)
+    module = FusedExpertMLP.from_parameters(*(nn.Parameter(distribute_tensor(w.detach(), mesh, [Shard(0)])) for w in sources))
+    plain = FusedExpertMLP.from_parameters(*(nn.Parameter(w.detach()[2 * rank : 2 * rank + 2].clone()) for w in sources))
+    ids = torch.randint(-1, 2, (9, 2), generator=torch.Generator().manual_seed(rank))
+    x, gates = torch.randn(9, 8), torch.rand(9, 2)
+    queue, errors = DispatchQueue.build(ids, 2), []
+    for split_form in (False, True):
+        results = []
+        for m in (module, plain):
+            m.zero_grad()
+            if split_form:
+                y, saved = m.forward_saved(x, queue, gates)
+                m.backward_input(saved, y)[2].run()
+            else:
+                y = m(x, queue, gates)
+                y.backward(y.detach())
+            grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in m.parameters()]
+            results.append([y.detach(), *grads])
+        errors += [float((a - b).norm() / b.norm()) for a, b in zip(*results, strict=True)]
+    return errors
+
+
+def test_sharded_weights_give_the_gradients_of_one_device(tmp_path: Path) -> None:
+    """pytorch/torchtitan PR#1561, huggingface/transformers PR#45662, pytorch/pytorch#149396: E below the world size.
+
+    FSDP2, and plain DTensor weights (pytorch/pytorch#153354, mixed Tensor and DTensor)."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     mp.spawn(sharded, args=(port, str(tmp_path)), nprocs=2)
+    for rank in range(2):
+        assert torch.load(tmp_path / f"dtensor.{rank}.pt") == [0.0] * 8  # y and three weights, autograd and split form
     for E in (4, 1):
         module = layer(E)
         total = torch.zeros(())
