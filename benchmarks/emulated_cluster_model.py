@@ -92,6 +92,7 @@ def schemes(cal: Calibration, rate: float, *, full: bool = False) -> list[Scheme
             colocated_scheme(w, overlap=True),
             af_scheme(w, p=1, attention=4, cycle=2),
             af_scheme(w, p=1, attention=4, cycle=4, weights_held=4),
+            af_scheme(w, p=1, attention=4, cycle=4, parts=2),
             af_scheme(w, p=1, attention=4, cycle=4, fixed_sizes=False),
         ]
     return out

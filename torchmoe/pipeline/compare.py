@@ -160,31 +160,46 @@ def colocated_scheme(
 
 
 def af_scheme(
-    work: Work, *, p: int, attention: int, cycle: int | None = None, weights_held: int = 0, fixed_sizes: bool = True
+    work: Work,
+    *,
+    p: int,
+    attention: int,
+    cycle: int | None = None,
+    weights_held: int = 0,
+    fixed_sizes: bool = True,
+    parts: int = 1,
 ) -> Scheme:
     """AF-Pipe with p groups per role, ``attention`` ranks in each A group, the rest of ``ranks / p`` in its F group.
 
     A micro-batch has half as many units as the two groups have ranks, so that an even split gives each rank one (or fewer,
-    where that does not divide the step).
+    where that does not divide the step). ``parts`` cuts each into smaller ones, so that transfers of one part hide behind
+    computations of another.
 
     Raises:
         ConfigError: groups that do not divide the ranks, or leave a group empty.
     """
     both = work.ranks // p
+    if parts < 1:
+        raise ConfigError(f"parts={parts} must be at least 1; use 1 for whole micro-batches")
     if work.ranks % p or not 0 < attention < both:
         raise ConfigError(f"p={p} attention={attention}: {work.ranks} ranks need p to divide them and 0 < attention < {both}")
     units = max(n for n in range(1, max(1, both // 2) + 1) if work.ranks * work.rounds % n == 0)
     experts = both - attention
     placement = Placement(attention=[attention] * p, ffn=[experts] * p, num_layers=work.layers, num_experts=experts)
     residual: Residual = "local" if p == 1 else "ride"
-    order = afpipe(placement, work.ranks * work.rounds // units, cycle=cycle, weights_held=weights_held)
+    order = afpipe(placement, work.ranks * work.rounds // units * parts, cycle=cycle, weights_held=weights_held)
     schedule = lower(order, placement, residual=residual, fixed_sizes=fixed_sizes)
     wiring = DisaggregatedWiring(placement, residual=residual, fixed_sizes=fixed_sizes)
-    message = dict.fromkeys(("dispatch", "combine", "d_combine", "d_dispatch"), units * work.costs.all_to_all)
-    costs = _stage_costs(work, message, units / attention, units / experts)
+    part = units / parts
+    message = dict.fromkeys(("dispatch", "combine", "d_combine", "d_dispatch"), part * work.costs.all_to_all)
+    costs = _stage_costs(work, message, part / attention, part / experts)
     name = f"AF-Pipe p={p}, {attention}+{experts}, cycle {cycle or 4 * p}"
-    name += (f", {weights_held} weights held" if weights_held else "") + ("" if fixed_sizes else ", counts")
-    return Scheme(name, "AF-Pipe", schedule, wiring, costs, placement, residual, float(units))
+    name += (
+        (f", {parts} parts" if parts > 1 else "")
+        + (f", {weights_held} weights held" if weights_held else "")
+        + ("" if fixed_sizes else ", counts")
+    )
+    return Scheme(name, "AF-Pipe", schedule, wiring, costs, placement, residual, part)
 
 
 def best(schemes: Iterable[Scheme], links: Links) -> Scheme:

@@ -83,10 +83,12 @@ def afpipe(
         return Schedule(lists, num_microbatches, forward_only=True)
     bound = {name: _bound(g, placement, max(lengths), max_live) for name, g in groups.items()}
     head = 2 * placement.num_layers
-    candidates = [_run(groups, head, bound, t, weights_held) for t in _TRANSFERS]
-    chain = len(placement.attention) == len(placement.ffn) and placement.head == "attention"
-    if chain and max_live is None and not weights_held:
+    candidates = [_run(groups, head, bound, t, 0) for t in _TRANSFERS]
+    if len(placement.attention) == len(placement.ffn) and placement.head == "attention" and max_live is None:
         candidates.append({name: _chain_order(g, p, placement.num_layers, lengths) for name, g in groups.items()})
+    if weights_held:
+        candidates = [_split(orders, head) for orders in candidates]
+        candidates += [_run(groups, head, bound, t, weights_held) for t in _TRANSFERS]
     best = min(candidates, key=lambda orders: (round(_length(orders, head, transfer), 9), sum(_peaks(orders).values())))
     lists = {name: tuple(Action(s, op, m) for op, s, m in order) for name, order in best.items()}
     return Schedule(lists, num_microbatches)
@@ -146,6 +148,22 @@ def _chain_order(group: _Group, p: int, num_layers: int, lengths: Sequence[int])
     units = [(op, c * width + r, m) for op, c, m in order if c * width + r <= head]
     # The head's backward directly after its forward, else many micro-batches of logits would live at once.
     return [x for u in units if u[:2] != (Op.BACKWARD, head) for x in ((u, (Op.BACKWARD, *u[1:])) if u[1] == head else (u,))]
+
+
+def _split(orders: _Orders, head: int) -> _Orders:
+    """Every whole backward of experts as input and weight gradient, one after the other."""
+    return {
+        name: [
+            part
+            for op, s, m in order
+            for part in (
+                ((Op.BACKWARD_INPUT, s, m), (Op.BACKWARD_WEIGHT, s, m))
+                if op is Op.BACKWARD and s % 2 and s < head
+                else ((op, s, m),)
+            )
+        ]
+        for name, order in orders.items()
+    }
 
 
 _SECONDS = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0, Op.BACKWARD_INPUT: 1.0, Op.BACKWARD_WEIGHT: 1.0}
