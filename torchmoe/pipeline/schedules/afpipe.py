@@ -105,7 +105,8 @@ class _Group:
         starts = [0, *accumulate(lengths)]
         blocks = [range(a, a + n) for a, n in zip(starts, lengths, strict=False)]
         self.forward = [(s, m) for block in blocks for s in units for m in block]
-        self.backward = [(s, m) for block in blocks for s in reversed(units) for m in block]
+        head = 2 * placement.num_layers  # its backward is part of its forward: many micro-batches of logits never live at once
+        self.backward = [(s, m) for block in blocks for s in reversed(units) if s != head for m in block]
 
     @property
     def least_live(self) -> int:
@@ -198,7 +199,8 @@ def _run(groups: Mapping[str, _Group], head: int, bound: Mapping[str, int], tran
             done.add(unit)
             if unit[0] is not Op.BACKWARD_WEIGHT:
                 count += 1
-                arrived = (Op.BACKWARD, *unit[1:]) if unit[0] is Op.BACKWARD_INPUT else unit
+                gradient = unit[0] is Op.BACKWARD_INPUT or unit[1] == head
+                arrived = (Op.BACKWARD, *unit[1:]) if gradient else unit
                 heapq.heappush(events, (now + transfer, count, "", arrived))
     stuck = [name for name, s in states.items() if s.f < len(s.group.forward) or s.b < len(s.group.backward)]
     if stuck:
@@ -213,6 +215,7 @@ class _State:
         self.group, self.bound = group, bound
         self.limit = weights_held if group.id.role == "ffn" else 0
         self.f = self.b = 0  # next forward, next backward
+        self.heads = 0  # heads done, forward and backward
         self.late: list[tuple[int, int]] = []  # weight gradients to come
         self.order: list[_Unit] = []
         self.busy = False
@@ -223,21 +226,23 @@ class _State:
         forward = backward = None
         if self.b < len(g.backward):
             s, m = g.backward[self.b]
-            if (Op.FORWARD, s, m) in done and (s == head or (Op.BACKWARD, s + 1, m) in here):
+            if (Op.FORWARD, s, m) in done and (Op.BACKWARD, s + 1, m) in here:
                 backward = (s, m)
-        if self.f < len(g.forward) and self.f - self.b + len(self.late) < self.bound:
+        if self.f < len(g.forward) and self.f - self.heads - self.b + len(self.late) < self.bound:
             s, m = g.forward[self.f]
             if s == 0 or (Op.FORWARD, s - 1, m) in here:
                 forward = (s, m)
-        if backward is not None and backward[0] == head:
-            return self._take(Op.BACKWARD, backward)
         if self.late and (len(self.late) >= self.limit or (forward is None and backward is None)):
             self.order.append(unit := (Op.BACKWARD_WEIGHT, *self.late.pop(0)))
             self.busy = True
             return unit
         after_backward = bool(self.order) and self.order[-1][0] is not Op.FORWARD
         if forward is not None and (backward is None or after_backward or forward[0] == head):
-            return self._take(Op.FORWARD, forward)
+            unit = self._take(Op.FORWARD, forward)
+            if forward[0] == head:
+                self.order.append((Op.BACKWARD, *forward))
+                self.heads += 1
+            return unit
         return None if backward is None else self._take(Op.BACKWARD_INPUT if self.limit else Op.BACKWARD, backward)
 
     def _take(self, op: Op, unit: tuple[int, int]) -> _Unit:
