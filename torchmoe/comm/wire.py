@@ -65,6 +65,17 @@ def checksum(buffer: Tensor) -> Tensor:
     return (words * weights).sum() % _CHECKED + 1
 
 
+class Gather(NamedTuple):
+    """Rows ``values[rows_R]`` that are to be packed, not copied twice: [T, columns] and the rows' int64 indices."""
+
+    values: Tensor
+    rows_R: Tensor
+
+    @property
+    def rows(self) -> int:
+        return int(self.rows_R.shape[0])
+
+
 @dataclass(frozen=True)
 class Layout:
     """Fields of one record: (columns, dtype) each."""
@@ -96,18 +107,31 @@ class Layout:
             for at, (cols, dtype) in zip(self.offsets, self.fields, strict=True)
         ]
 
-    def pack(self, header: Header, tensors: Sequence[Tensor], *, device: torch.device, check: bool = False) -> Tensor:
-        """A message: header record, then ``header.rows`` rows of the given [rows, columns] tensors.
+    def pack(self, header: Header, tensors: Sequence[Tensor | Gather], *, device: torch.device, check: bool = False) -> Tensor:
+        """A message: header record, then ``header.rows`` rows of the given [rows, columns] tensors, or gathered.
 
         Args:
             check: put a checksum of the rows into the header.
         """
-        buffer = torch.zeros(self.num_bytes(header.rows), dtype=torch.uint8, device=device)
+        buffer = torch.empty(self.num_bytes(header.rows), dtype=torch.uint8, device=device)
+        buffer[: self.stride].zero_()
+        self._clear_padding(buffer)
         for view, tensor in zip(self.views(buffer), tensors, strict=True):
-            view[1:].copy_(tensor)
+            if isinstance(tensor, Gather) and tensor.values.dtype == view.dtype:
+                torch.index_select(tensor.values, 0, tensor.rows_R, out=view[1:])
+            else:
+                view[1:].copy_(tensor.values[tensor.rows_R] if isinstance(tensor, Gather) else tensor)
         value = int(checksum(buffer[self.stride :])) if check else 0
         buffer[:16].view(torch.int64).copy_(torch.tensor(header.words(value)))
         return buffer
+
+    def _clear_padding(self, buffer: Tensor) -> None:
+        """What stands between fields is sent, too: not what was in this memory before."""
+        records = buffer.view(-1, self.stride)
+        ends = [*self.offsets[1:], self.stride]
+        for at, (cols, dtype), end in zip(self.offsets, self.fields, ends, strict=True):
+            if at + cols * dtype.itemsize < end:
+                records[:, at + cols * dtype.itemsize : end].zero_()
 
     def mark(self, buffer: Tensor) -> None:
         """Prepare a receive buffer: see the module."""
