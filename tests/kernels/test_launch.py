@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from torchmoe.errors import ConfigError
 from torchmoe.kernels import launch as host
-from torchmoe.kernels.tuning import Config
 
 CPU = torch.device("cpu")
 COUNTS = st.lists(st.integers(0, 700), min_size=1, max_size=20)
@@ -70,13 +69,6 @@ def test_fp32_products_are_exact_unless_pytorch_allows_tf32() -> None:
 def test_a_grid_without_programs_launches_nothing() -> None:
     host.launch(None, (0,), CPU)
     host.launch(None, (3, 0), CPU)
-
-
-@pytest.mark.parametrize("config", [Config(128, 256, 64, 8, 8, 3), Config(16, 64, 64, 8, 4, 3), Config(64, 32, 32, 8, 4, 3)])
-def test_an_epilogue_part_keeps_a_whole_number_of_columns(config: Config) -> None:
-    parts = host.epilogue_parts(config)
-    assert parts in (1, 2, 4)
-    assert config.block_n // parts >= 16
 
 
 @pytest.mark.parametrize(

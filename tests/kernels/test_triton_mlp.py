@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -191,11 +192,9 @@ def _shipped() -> list[tuple[str, Config]]:
     """Every configuration of every table, with the kernels that it is for."""
     found = {}
     for architecture in ("sm_90", "gfx942", "default"):
-        for kernel in KERNELS:
-            for itemsize in (2, 4):
-                for bucket in (0, 6, 12):
-                    for config in candidates(Key(kernel, 1, 1, 1, itemsize, bucket), architecture):
-                        found[kernel, replace(config, group_m=2, num_warps=4, num_stages=2)] = None
+        for kernel, width, itemsize, bucket in product(KERNELS, (16, 1), (2, 4), (0, 6, 12)):
+            for config in candidates(Key(kernel, width, 16, 1, itemsize, bucket), architecture):
+                found[kernel, replace(config, group_m=2, num_warps=4, num_stages=2)] = None
     return list(found)
 
 

@@ -32,7 +32,13 @@ from torchmoe.kernels.tuning import (
 
 ARCHITECTURES = ("sm_90", "sm_100", "gfx942", "default")
 LIMITS = {"sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "default": 101376}
-KEYS = [Key(kernel, 768, 2048, 128, size, bucket) for kernel in KERNELS for size in (2, 4) for bucket in (0, 3, 6, 12)]
+KEYS = [
+    Key(kernel, width, 2048, 128, size, bucket)
+    for kernel in KERNELS
+    for width in (768, 47)
+    for size in (2, 4)
+    for bucket in (0, 3, 6, 12)
+]
 CPU = torch.device("cpu")
 CARD = Device("Test card", "sm_90", 232448, can_measure=True)
 
@@ -164,3 +170,10 @@ def test_autotune_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHMOE_AUTOTUNE", "yes")
     with pytest.raises(ConfigError, match="TORCHMOE_AUTOTUNE='yes' is unknown; use 0"):
         mode()
+
+
+@pytest.mark.parametrize("config", [Config(128, 256, 64, 8, 8, 3), Config(16, 64, 64, 8, 4, 3), Config(64, 32, 32, 8, 4, 3)])
+def test_an_epilogue_part_keeps_a_whole_number_of_columns(config: Config) -> None:
+    parts = config.parts
+    assert parts in (1, 2, 4)
+    assert config.block_n // parts >= 16

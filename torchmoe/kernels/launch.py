@@ -19,7 +19,6 @@ __all__ = [
     "DTYPES",
     "check",
     "dot_precision",
-    "epilogue_parts",
     "index_64",
     "launch",
     "power_of_two",
@@ -59,12 +58,6 @@ def row_tiles(rows: int, num_experts: int, block_m: int) -> int:
         return rows
     # Worst case: E - 1 experts have one row each and waste a tile on it, the last has the rest.
     return -(-(rows - num_experts + 1) // block_m) + num_experts - 1
-
-
-def epilogue_parts(config: Config) -> int:
-    """Parts of the columns that an epilogue handles in turn: at most 32 elements of one part per thread (64-wide warps too)."""
-    elements = config.block_m * config.block_n // (32 * config.num_warps)
-    return min(4, max(1, elements // 32))
 
 
 def split_slices(rows: int, slice_rows: int) -> tuple[int, int]:

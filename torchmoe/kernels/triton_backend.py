@@ -89,7 +89,7 @@ def up_projection(
             EVEN_K=D % config.block_k == 0,
             PRECISION=host.dot_precision(x_TD.dtype),
             **_tile(config, x_TD.dtype),
-            PARTS=host.epilogue_parts(config),
+            PARTS=config.parts,
         )
 
     host.run_gemm(_key("up_projection", F, D, E, P, x_TD), device, start)
@@ -198,7 +198,7 @@ def backward_hidden(
             EVEN_K=D % config.block_k == 0,
             PRECISION=host.dot_precision(dy_TD.dtype),
             **_tile(config, dy_TD.dtype),
-            PARTS=host.epilogue_parts(config),
+            PARTS=config.parts,
         )
 
     host.run_gemm(_key("backward_hidden", F, D, E, P, dy_TD), device, start)
@@ -330,7 +330,7 @@ def weight_grad_rows(
             PRECISION=host.dot_precision(left.dtype),
             **shared,
             **_tile(config, left.dtype),
-            PARTS=host.epilogue_parts(config),
+            PARTS=config.parts,
         )
         if slices:
             grid = (split_experts, -(-M // 16), -(-N // 128))

@@ -63,6 +63,11 @@ class Config:
     num_warps: int
     num_stages: int
 
+    @property
+    def parts(self) -> int:
+        """Parts of the columns that an epilogue handles in turn: at most 32 elements of one part per thread, up to 4 parts."""
+        return min(4, max(1, self.block_m * self.block_n // (32 * self.num_warps) // 32))
+
 
 SMALLEST = Config(16, 16, 16, 8, 2, 2)
 """What is left when nothing else fits."""
@@ -90,7 +95,9 @@ def rows_bucket(rows: int, num_experts: int) -> int:
 
 
 def shared_memory_bytes(kernel: str, config: Config, itemsize: int) -> int:
-    """Shared memory of the pipelined operand tiles of one program: what the compiler allocates, at most SLACK bytes more.
+    """Shared memory of one program: the pipelined operand tiles, or the fp32 part that an epilogue passes through it.
+
+    The compiler allocates at most SLACK bytes more.
 
     The up-projection holds two right tiles a stage (gate and up). The weight gradient loads row indices one pipeline step
     before the rows, so its stages give about half as many tiles.
@@ -98,7 +105,7 @@ def shared_memory_bytes(kernel: str, config: Config, itemsize: int) -> int:
     rights = 2 if kernel == "up_projection" else 1
     stages = (config.num_stages - 1) // 2 + 1 if kernel == "weight_grad" else config.num_stages
     tile = config.block_m * config.block_k + rights * config.block_n * config.block_k
-    return tile * stages * itemsize
+    return max(tile * stages * itemsize, config.block_m * config.block_n * 4 // config.parts)
 
 
 SLACK = 4096
@@ -118,6 +125,9 @@ def candidates(key: Key, architecture: str = "default") -> tuple[Config, ...]:
         group = groups[group]
     width = "wide" if key.itemsize > 2 else "half"
     size = "many" if key.bucket >= 8 else "some" if key.bucket >= 5 else "few"
+    if key.left * key.itemsize % 16 or key.right * key.itemsize % 16:
+        # Rows that do not start at 16 bytes are loaded element by element: large tiles would spill their pointers.
+        size = "odd_few" if size == "few" else "odd"
     table = group[f"{width}_{size}"]
     return tuple(Config(*row) for row in table.get(key.kernel) or table["any"])
 
