@@ -14,7 +14,7 @@ from torchmoe.dispatch import DispatchQueue
 from torchmoe.errors import ConfigError
 from torchmoe.kernels import mlp, ops, scheme
 from torchmoe.kernels.activations import is_gated
-from torchmoe.kernels.backends import BACKENDS, resolve
+from torchmoe.kernels.backends import BACKENDS, choose, resolve
 from torchmoe.kernels.blocks import accumulation_dtype
 from torchmoe.plan import ExpertPlan, tile_lines
 from torchmoe.split_backward import ExpertSaved, ExpertWeightWork, grad_buffer
@@ -218,8 +218,7 @@ class FusedExpertMLP(nn.Module):
         weight = self._weight("w2_EDF")
         assert weight is not None
         costs = self.costs(top_k, dtype=dtype)
-        kernels = resolve(self.backend, weight.device)
-        name = kernels.__name__.rsplit(".", 1)[-1].removesuffix("_backend")
+        name = choose(self.backend, weight.device)
         rows = min(tokens, self.chunk_tokens or tokens) * top_k
         return ExpertPlan(costs, tokens, self._mode(tokens, costs), name, self.chunk_tokens or 0, tile_lines(costs, name, rows))
 

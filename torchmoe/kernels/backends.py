@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
 from types import ModuleType
 
 import torch
 
 from torchmoe.errors import ConfigError
 
-__all__ = ["BACKENDS", "resolve"]
+__all__ = ["BACKENDS", "choose", "resolve"]
 
 BACKENDS = ("auto", "reference", "triton")
 
@@ -26,8 +27,8 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def resolve(backend: str, device: torch.device) -> ModuleType:
-    """The module that computes on ``device``: ``auto`` is Triton on a GPU (CUDA or ROCm) where installed, else the reference.
+def choose(backend: str, device: torch.device) -> str:
+    """The backend's name: ``auto`` is Triton on a GPU (CUDA or ROCm) where installed, else the reference.
 
     Raises:
         ConfigError: unknown name, or ``triton`` asked for where it is not installed.
@@ -35,7 +36,21 @@ def resolve(backend: str, device: torch.device) -> ModuleType:
     if backend not in BACKENDS:
         raise ConfigError(f"backend {backend!r} is unknown; use one of {', '.join(BACKENDS)}")
     if backend == "auto":
-        backend = "triton" if device.type == "cuda" and _has_triton() else "reference"
+        return "triton" if device.type == "cuda" and _has_triton() else "reference"
     if backend == "triton" and not _has_triton():
         raise ConfigError("backend 'triton' needs the triton package; pip install 'torchmoe[triton]' or use backend='reference'")
-    return _load(backend)
+    return backend
+
+
+def resolve(backend: str, device: torch.device) -> ModuleType:
+    """The module that computes on ``device``.
+
+    Raises:
+        ConfigError: see :func:`choose`; or Triton is asked for tensors on a CPU, outside its interpreter.
+    """
+    name = choose(backend, device)
+    if name == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(
+            "backend 'triton' computes on a GPU and these tensors are on the CPU; use backend='auto' or 'reference'"
+        )
+    return _load(name)

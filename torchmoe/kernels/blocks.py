@@ -13,7 +13,21 @@ from torch import Tensor
 
 from torchmoe.costs.experts import BLOCK_ROWS
 
-__all__ = ["BLOCK_ROWS", "GradSink", "Scratch", "accumulation_dtype", "blocks", "cut", "project", "segments", "store"]
+__all__ = [
+    "ALIGNMENT",
+    "BLOCK_ROWS",
+    "GradSink",
+    "Scratch",
+    "accumulation_dtype",
+    "blocks",
+    "cut",
+    "project",
+    "segments",
+    "store",
+]
+
+ALIGNMENT = 64
+"""Bytes; what torch gives every allocation on a CPU."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -57,8 +71,22 @@ class Scratch:
         return buffer[:rows]
 
     def output(self, name: str, target: Tensor | None, rows: int, columns: int) -> Tensor:
-        """``target`` itself where it has the accumulation dtype, else a buffer to be stored into it."""
-        return target if target is not None and target.dtype == self.dtype else self.take(name, rows, columns)
+        """``target`` itself where it has the accumulation dtype and is aligned, else a buffer to be stored into it.
+
+        The last bits of a BLAS product depend on the alignment of its operands. Every block is therefore aligned like a buffer,
+        whatever rows the expert starts at, and all save modes and both forms of the backward compute the same bits.
+        """
+        fits = target is not None and target.dtype == self.dtype and target.data_ptr() % ALIGNMENT == 0
+        return target if fits and target is not None else self.take(name, rows, columns)
+
+    def rows(self, name: str, values: Tensor) -> Tensor:
+        """Rows of a product [P, C] (or of some of its columns) as an aligned block in the accumulation dtype, same row stride."""
+        ld = values.stride(0)
+        column = values.storage_offset() % ld if ld else 0
+        base = values.data_ptr() - column * values.element_size()
+        if values.dtype == self.dtype and base % ALIGNMENT == 0:
+            return values
+        return self.take(name, values.size(0), ld)[:, column : column + values.size(1)].copy_(values)
 
     def gather(self, name: str, values: Tensor, indices_N: Tensor) -> Tensor:
         """Rows of ``values`` in the accumulation dtype."""

@@ -122,7 +122,7 @@ def down_projection(a_PF: Tensor, expert_token_offsets_E1: Tensor, w2_EDF: Tenso
     scratch = Scratch(a_PF.device, a_PF.dtype)
     for e, rows in blocks(expert_token_offsets_E1):
         y_ND = scratch.output("y", y_PD[rows], rows.stop - rows.start, y_PD.size(1))
-        project(scratch.wide("a", a_PF[rows]), scratch.wide("w", w2_EDF[e]), None if b2_ED is None else b2_ED[e], y_ND)
+        project(scratch.rows("a", a_PF[rows]), scratch.wide("w", w2_EDF[e]), None if b2_ED is None else b2_ED[e], y_ND)
         store(y_PD[rows], y_ND)
     return y_PD
 
@@ -252,7 +252,7 @@ def input_grad(dh: Tensor, expert_token_offsets_E1: Tensor, w1_EFD: Tensor, w3_E
     dxr_PD = dh.new_empty(dh.size(0), w1_EFD.size(2))
     scratch = Scratch(dh.device, dh.dtype)
     for e, rows in blocks(expert_token_offsets_E1):
-        input_grad_block(scratch, scratch.wide("dh", dh[rows]), e, w1_EFD, w3_EFD, dxr_PD[rows])
+        input_grad_block(scratch, scratch.rows("dh", dh[rows]), e, w1_EFD, w3_EFD, dxr_PD[rows])
     return dxr_PD
 
 
@@ -314,4 +314,4 @@ def bias_grad_rows(
 
 
 def _rows(scratch: Scratch, name: str, values: Tensor, indices_P: Tensor | None, rows: slice) -> Tensor:
-    return scratch.wide(name, values[rows]) if indices_P is None else scratch.gather(name, values, indices_P[rows])
+    return scratch.rows(name, values[rows]) if indices_P is None else scratch.gather(name, values, indices_P[rows])
