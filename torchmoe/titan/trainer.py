@@ -197,6 +197,7 @@ def split_pipeline(
         dtype=TORCH_DTYPE_MAP[training.dtype],
         device=device,
     )
+    exchange.handshake()  # ranks with different settings are named here and not by a hang
     num_microbatches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
     train, evaluate = _schedules(placement, parallel_dims.options, num_microbatches)
     runner = Runner(placement, train, stages=stages, exchange=exchange, eval_schedule=evaluate, trace=True)
