@@ -54,7 +54,7 @@ def run_in_causal_order(schedule: Schedule, num_layers: int) -> int:
 
 
 @given(layouts())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_every_unit_runs_once_each_way_on_its_group_and_in_causal_order(case):
     placement, n, cycle = case
     schedule = afpipe(placement, n, cycle=cycle)
@@ -84,7 +84,7 @@ def test_live_units_stay_within_the_closed_form_of_every_group_and_reach_it_some
 
 
 @given(layouts(), st.integers(0, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=35, deadline=None)
 def test_every_layout_is_proved_free_of_deadlock(case, held):
     """One and several groups of either role, cycles from 2p to 6p, whole and split backwards, all forms of the residual."""
     placement, n, cycle = case
@@ -109,7 +109,7 @@ def test_transfers_as_long_as_a_forward_are_hidden_by_a_cycle_of_4p():
 
 
 @given(layouts(), st.integers(0, 40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=35, deadline=None)
 def test_live_units_never_exceed_the_bound_that_was_asked_for(case, extra):
     placement, n, cycle = case
     longest = max(cycles(n, cycle))
