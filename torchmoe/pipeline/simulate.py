@@ -149,7 +149,7 @@ class _Thread:
 class _Message:
     """From one actor to another."""
 
-    __slots__ = ("end_time", "num_bytes", "posted", "sent", "sent_as", "started")
+    __slots__ = ("num_bytes", "posted", "sent", "sent_as")
 
     def __init__(self) -> None:
         self.posted: float | None = None
