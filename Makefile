@@ -25,7 +25,7 @@ train: $(READY)
 	$(PY) -m torchmoe.titan.main $(ARGS)
 
 test: $(READY)
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 parity: $(READY)
 	$(PY) -m torchmoe.titan.parity $(ARGS)
