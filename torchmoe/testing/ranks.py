@@ -132,10 +132,37 @@ class _SimContext:
         self._shared.barrier.wait()
 
 
+class _Barrier:
+    """A barrier that whoever reached it together leaves together: a rank that fails right after it breaks only the next one."""
+
+    def __init__(self, parties: int, timeout: float) -> None:
+        self._parties, self._timeout = parties, timeout
+        self._changed = threading.Condition()
+        self._waiting = self._round = 0
+        self._broken = False
+
+    def wait(self) -> None:
+        with self._changed:
+            mine = self._round
+            self._waiting += 1
+            if self._waiting == self._parties and not self._broken:
+                self._waiting, self._round = 0, mine + 1
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._round > mine or self._broken, self._timeout)
+            if self._round == mine:
+                self._broken = True
+                raise threading.BrokenBarrierError
+
+    def abort(self) -> None:
+        with self._changed:
+            self._broken = True
+            self._changed.notify_all()
+
+
 class _Shared:
     def __init__(self, hub: SimHub, timeout: float) -> None:
         self.hub = hub
-        self.barrier = threading.Barrier(hub.world, timeout=timeout)
+        self.barrier = _Barrier(hub.world, timeout)
         self._lists: dict[int, tuple[int, tuple[Communicator, ...]]] = {}
         self._lock = threading.Lock()
 

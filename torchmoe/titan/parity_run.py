@@ -209,12 +209,15 @@ def _gradients(trainer: Any) -> dict[str, tuple[Tensor, tuple[int, ...] | None]]
     return out
 
 
-def _wire(trainer: Any, program: Program, routing: dict[int, Tensor]) -> tuple[Any, Any]:
-    """(what this rank sent, what the pure prediction says all ranks send): (kind, source, destination) -> (messages, bytes)."""
+def _wire(trainer: Any, program: Program, routing: dict[int, Tensor], started: int) -> tuple[Any, Any]:
+    """(what this rank sent since message ``started``, what the pure prediction says all ranks send).
+
+    Both: (kind, source, destination) -> (messages, bytes).
+    """
     from torchmoe.costs.exchange import exchange_traffic
 
     sent: dict[Any, Any] = {}
-    for m in trainer.roles.transport.log():
+    for m in trainer.roles.transport.log()[started:]:
         key = (m.communicator.split(":")[0], m.source, m.destination)
         old = sent.get(key, (0, 0))
         sent[key] = (old[0] + 1, old[1] + m.num_bytes)
@@ -241,13 +244,14 @@ def _one(program: Program, routing: Any) -> dict[str, Any]:
         trainer = _trainer(program, "float64")
         grads: dict[str, Any] = {}
         trainer.optimizers.register_step_pre_hook(lambda *_: grads.update(_gradients(trainer)))
+        started = len(trainer.roles.transport.log()) if program.attention else 0  # the start-up's handshake is not traffic
         torch.set_default_dtype(torch.float64)
         chosen = _step(trainer, program, 1, None)
         torch.set_default_dtype(torch.float32)
         out["gradients"], out["norm"] = grads, trainer.logged[-1][1]
         if program.attention:
             recorded = routing["float64"]
-            out["sent"], out["predicted"] = _wire(trainer, program, recorded)
+            out["sent"], out["predicted"] = _wire(trainer, program, recorded, started)
         elif routing is None:
             out["routing"] = {"float64": {layer: _join(c) for layer, c in chosen.items()}}
         trainer.close()
