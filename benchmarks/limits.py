@@ -83,8 +83,8 @@ def allocation() -> float:
     from torchmoe.alloc.presets import cluster_preset, model_preset
     from torchmoe.alloc.specs import Workload
 
-    cluster, model = cluster_preset("h800x1024"), model_preset("qwen3-235b")
-    workload = Workload(seq_len=4096, micro_batch=256, global_batch=4096)
+    cluster, model = cluster_preset("h800x1024"), model_preset("qwen3-30b")
+    workload = Workload(seq_len=4096, micro_batch=128, global_batch=4096)
     start = time.perf_counter()
     RooflineAllocator(cluster, model, workload).solve()
     return time.perf_counter() - start
