@@ -34,7 +34,7 @@ _ROOFLINE = """example:
 _SIMULATE = """examples:
   python -m torchmoe simulate --preset 128-h800
   python -m torchmoe simulate --cluster h800x32 --model deepseek-moe --seq 8192 --batch 256
-  python -m torchmoe simulate --costs stages.json          (your own stage times, see docs/pipeline.md)"""
+  python -m torchmoe simulate --costs stages.json          (your own stage times, see docs/simulate.md)"""
 _PROFILE = """examples:
   python -m torchmoe profile --out platform.json
   torchrun --nproc-per-node 8 -m torchmoe profile --out platform.json"""
