@@ -87,6 +87,7 @@ def main() -> None:
 
     trainer.train_step = measured
     trainer.train()
+    trainer.close()
     Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(result))
 
 

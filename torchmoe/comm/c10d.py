@@ -7,10 +7,12 @@ neither operation nor peer: ours name the operation, the communicator, the peer 
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -83,6 +85,12 @@ def translate(error: BaseException, what: str, communicator: str, op: _Op) -> Ex
         lost.peer = None if isinstance(op, _Swap) else op.peer
         return lost
     return ExchangeError(f"{where} failed: {text[:400]}; look at the log of {op.who()}")
+
+
+def _stop(transport: weakref.ref[C10dTransport]) -> None:
+    alive = transport()
+    if alive is not None:
+        alive.stop_threads()
 
 
 class _Waiter(threading.Thread):
@@ -244,7 +252,9 @@ class C10dTransport:
             if rank in c.ranks:
                 groups[c.name] = (c, pg)
         beat = Heartbeat(_own_store(), rank, world) if heartbeat else None
-        return cls(groups, device=device, record=record, threads=threads, heartbeat=beat)
+        transport = cls(groups, device=device, record=record, threads=threads, heartbeat=beat)
+        atexit.register(_stop, weakref.ref(transport))
+        return transport
 
     def __repr__(self) -> str:
         names = ", ".join(f"{n}{list(c.ranks)}" for n, (c, _) in self._groups.items())
@@ -319,13 +329,21 @@ class C10dTransport:
         if self._heartbeat is not None:
             self._heartbeat.report(f"{type(error).__name__}: {error}")
 
-    def close(self) -> None:
-        """Release the communicators. Messages in flight are abandoned."""
+    def stop_threads(self) -> None:
+        """End the heartbeat and the waiters. Registered for the interpreter's exit: a thread that is inside the store or gloo
+        while the interpreter shuts down aborts the process."""
         if self._heartbeat is not None:
             self._heartbeat.close()
+            self._heartbeat = None
         for waiter in self._waiters.values():
             waiter.queue.put(None)
+        for waiter in self._waiters.values():
+            waiter.join(0.1)
         self._waiters.clear()
+
+    def close(self) -> None:
+        """Release the communicators. Messages in flight are abandoned."""
+        self.stop_threads()
         for _, pg in self._groups.values():
             if dist.is_initialized():
                 dist.destroy_process_group(pg)
