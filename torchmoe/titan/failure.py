@@ -87,5 +87,5 @@ def _note_own(placement: Placement, me: int, error: Exception) -> None:
         store = _store()
         store.set(f"{_HERE}/{me}", "1")
         store.compare_set(_FIRST, "", f"{_say(placement, me)} failed with {type(error).__name__}: {error}")
-    except Exception:
+    except Exception:  # the store's host is gone; the error on its way up is the one that must be raised
         return
