@@ -5,8 +5,8 @@ iproute2. A token bucket (htb) shapes the rate; ``packet_bytes`` makes every pac
 for the fixed cost of a message on a network card.
 
 Measured traps: without ingress shaping four-to-one takes a quarter of its time; a bucket's burst is free credit after each
-pause; with an MTU of 1500 transfers take 2 to 4 times as long; a message larger than
-TCP's first window waits 40 ms for a delayed acknowledgement, which a network card would not do, so windows start large.
+pause; with an MTU of 1500 transfers take 2 to 4 times as long; a message larger than TCP's first window waits 40 ms for a
+delayed acknowledgement, which a network card would not do, so windows start large.
 """
 
 from __future__ import annotations
@@ -17,16 +17,12 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Self
 
-__all__ = ["Link", "Network", "missing"]
+__all__ = ["Link", "Network", "Tcp", "missing"]
 
-SETTINGS = (
-    ("tcp_congestion_control", "reno"),
-    ("tcp_slow_start_after_idle", "0"),
-    ("tcp_rmem", "4096 4194304 8388608"),
-    ("tcp_wmem", "4096 4194304 8388608"),
-)
 CLONE_NEWNET = 0x40000000
+MTU, QUEUE_MS = 9000, 400
 
 
 @dataclass(frozen=True)
@@ -37,16 +33,20 @@ class Link:
         mbit: rate in Mbit/s.
         packet_bytes: least bytes that a packet counts for; 0 for its own size.
         burst_kb: size of the bucket.
+        small_first: packets below 2 KiB (acknowledgements, gloo's ready frames) overtake: in one queue they would wait behind
+            another lane's bulk data, which no network card with queue pairs does. False: one plain token bucket.
     """
 
     mbit: float
     packet_bytes: int = 0
     burst_kb: int = 16
+    small_first: bool = True
 
     def shape(self, device: str) -> str:
-        """Commands that shape what leaves ``device``. Packets below 2 KiB (acknowledgements, gloo's ready frames) go first:
-        in one queue they would wait behind another lane's bulk data, which no network card with queue pairs does."""
+        """Commands that shape what leaves ``device``."""
         kbit = round(self.mbit * 1000)
+        if not self.small_first:
+            return f"tc qdisc replace dev {device} root tbf rate {kbit}kbit burst {self.burst_kb}kb latency {QUEUE_MS}ms"
         size = f"burst {self.burst_kb}kb cburst {self.burst_kb}kb quantum 9000" + (
             f" mpu {self.packet_bytes}" if self.packet_bytes else ""
         )
@@ -64,6 +64,24 @@ class Link:
     def __str__(self) -> str:
         cost = f", {self.packet_bytes * 8 / self.mbit / 1000:.2f} ms a packet" if self.packet_bytes else ""
         return f"{self.mbit:g} Mbit/s{cost}"
+
+
+@dataclass(frozen=True)
+class Tcp:
+    """TCP of the nodes.
+
+    Args:
+        settings: of ``net.ipv4``; those that the kernel does not have per namespace are left alone.
+        route: options of the route between the nodes.
+    """
+
+    settings: tuple[tuple[str, str], ...] = (
+        ("tcp_congestion_control", "reno"),
+        ("tcp_slow_start_after_idle", "0"),
+        ("tcp_rmem", "4096 4194304 8388608"),
+        ("tcp_wmem", "4096 4194304 8388608"),
+    )
+    route: str = "initcwnd 512 initrwnd 512 quickack 1"
 
 
 def missing() -> str | None:
@@ -88,41 +106,64 @@ def _sh(command: str, *, check: bool = True) -> None:
 
 
 class Network:
-    """``with Network(4, Link(100))``: nodes 0..3; a child process calls ``enter(node)`` before it opens a socket."""
+    """``with Network(4, Link(100))``: nodes 0..3; a child process calls ``enter(node)`` before it opens a socket.
 
-    def __init__(self, nodes: int, link: Link) -> None:
-        self.nodes, self.link = nodes, link
+    Args:
+        nodes: how many.
+        link: of every node.
+        tcp: of every node.
+        control: also an unshaped network, which :meth:`use` chooses.
+    """
+
+    def __init__(self, nodes: int, link: Link, *, tcp: Tcp | None = None, control: bool = False) -> None:
+        self.nodes, self.link, self.tcp, self.control = nodes, link, tcp or Tcp(), control
         self.tag = f"tn{os.getpid() % 100000}"
 
     def address(self, node: int) -> str:
         return f"10.78.0.{node + 1}"
 
-    def __enter__(self) -> Network:
-        bridge = f"{self.tag}b"
+    def __enter__(self) -> Self:
         try:
-            _sh(f"ip link add {bridge} type bridge && ip link set {bridge} up")
+            self._bridge("b")
+            if self.control:
+                self._bridge("c")
             for i in range(self.nodes):
-                ns, veth = f"{self.tag}n{i}", f"{self.tag}v{i}"
-                _sh(f"ip netns add {ns} && ip link add {veth} type veth peer name eth0 netns {ns}")
-                _sh(f"ip link set {veth} mtu 9000 gso_max_size 9000 master {bridge} up")
-                _sh(f"ip -n {ns} link set eth0 mtu 9000 gso_max_size 9000")
-                _sh(f"ip -n {ns} addr add {self.address(i)}/24 dev eth0 && ip -n {ns} link set eth0 up")
-                _sh(f"ip -n {ns} link set lo up")
-                for key, value in SETTINGS:
+                ns = f"{self.tag}n{i}"
+                _sh(f"ip netns add {ns} && ip -n {ns} link set lo up")
+                for key, value in self.tcp.settings:
                     _sh(f"ip netns exec {ns} sysctl -qw net.ipv4.{key}='{value}'", check=False)
-                _sh(f"ip -n {ns} route change 10.78.0.0/24 dev eth0 initcwnd 512 initrwnd 512 quickack 1")
+                veth = self._join(i, "b", "eth0", f"{self.address(i)}/24")
+                if self.tcp.route:
+                    _sh(f"ip -n {ns} route change 10.78.0.0/24 dev eth0 {self.tcp.route}")
                 _sh(f"ip netns exec {ns} sh -c '{self.link.shape('eth0')}'")
                 _sh(self.link.shape(veth))
+                if self.control:
+                    self._join(i, "c", "eth1", f"10.79.0.{i + 1}/24")
         except BaseException:
             self.__exit__(None, None, None)
             raise
         return self
 
+    def _bridge(self, letter: str) -> None:
+        _sh(f"ip link add {self.tag}{letter} type bridge && ip link set {self.tag}{letter} up")
+
+    def _join(self, node: int, letter: str, device: str, address: str) -> str:
+        """Connect a node's new ``device`` with a bridge; returns the name of its other end, where ingress is shaped."""
+        ns, veth = f"{self.tag}n{node}", f"{self.tag}{letter}{node}"
+        _sh(f"ip link add {veth} type veth peer name {device} netns {ns}")
+        _sh(f"ip link set {veth} mtu {MTU} gso_max_size {MTU} master {self.tag}{letter} up")
+        _sh(f"ip -n {ns} link set {device} mtu {MTU} gso_max_size {MTU}")
+        _sh(f"ip -n {ns} addr add {address} dev {device} && ip -n {ns} link set {device} up")
+        return veth
+
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        letters = "bc" if self.control else "b"
         for i in range(self.nodes):
-            _sh(f"ip link del {self.tag}v{i}", check=False)
+            for letter in letters:
+                _sh(f"ip link del {self.tag}{letter}{i}", check=False)
             _sh(f"ip netns del {self.tag}n{i}", check=False)
-        _sh(f"ip link del {self.tag}b", check=False)
+        for letter in letters:
+            _sh(f"ip link del {self.tag}{letter}", check=False)
 
     def enter(self, node: int) -> None:
         """Move this process into a node."""
@@ -133,4 +174,8 @@ class Network:
                 raise OSError(ctypes.get_errno(), "setns failed")
         finally:
             os.close(fd)
-        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+        self.use("fabric")
+
+    def use(self, network: str) -> None:
+        """gloo's groups made from now on go over the shaped ``fabric``, or over the unshaped ``host`` network."""
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0" if network == "fabric" else "eth1"

@@ -55,7 +55,7 @@ def test_missing_rights_are_said_in_one_sentence_and_do_not_fail(monkeypatch, ca
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert "root" in (emulated_cluster_net.missing() or "")
     assert emulated_cluster.main(["--quick"]) == 0
-    assert capsys.readouterr().out.startswith("not measured: the emulated cluster needs root")
+    assert capsys.readouterr().out.startswith("not measured: emulated nodes need root")
 
 
 def result(gain: float, error: float, others: float = 0.0) -> dict:
