@@ -121,11 +121,11 @@ def main(argv: Sequence[str]) -> int:
 # ---- inputs
 def _specs(args: argparse.Namespace) -> tuple[ClusterSpec, MoESpec, Workload]:
     cluster = ClusterSpec.load(args.cluster)
+    model = MoESpec.load(args.model)
     if args.profile:
         from torchmoe.alloc.profile import Profile
 
-        cluster = Profile.load(args.profile).apply(cluster)
-    model = MoESpec.load(args.model)
+        cluster = Profile.load(args.profile).apply(cluster, head_dim=model.qk_dim)
     micro = args.micro[0] if args.micro else 1
     w = Workload(seq_len=args.seq, micro_batch=micro, global_batch=args.batch, shard_optimizer=args.shard_optimizer)
     return cluster, model, w

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchmoe.alloc.specs import Efficiency
+from torchmoe.alloc.specs import Efficiency, interpolate
 from torchmoe.errors import ConfigError
 
 __all__ = ["Fit", "KernelCurve", "LinkCurve", "errors", "fit_kernel", "fit_link"]
@@ -26,13 +26,22 @@ class KernelCurve:
 
 @dataclass(frozen=True)
 class LinkCurve:
-    """Seconds of a message: ``latency + bytes / bandwidth``."""
+    """Seconds of a message: (bytes, seconds) that never fall, straight lines over both logarithms; constant below the first and
+    at the last rate above. Without points ``latency + bytes / bandwidth``, which is also what the planner reads.
+    """
 
     latency: float
     bandwidth: float
+    points: tuple[tuple[float, float], ...] = ()
+
+    def affine(self, num_bytes: float) -> float:
+        return self.latency + num_bytes / self.bandwidth
 
     def seconds(self, num_bytes: float) -> float:
-        return self.latency + num_bytes / self.bandwidth
+        if not self.points:
+            return self.affine(num_bytes)
+        last, slowest = self.points[-1]
+        return slowest * num_bytes / last if num_bytes > last else interpolate(self.points, num_bytes)
 
 
 def fit_kernel(measured: Mapping[float, tuple[float, float]], *, peak: float) -> KernelCurve:
@@ -51,9 +60,10 @@ def fit_kernel(measured: Mapping[float, tuple[float, float]], *, peak: float) ->
 
 
 def fit_link(measured: Mapping[float, float]) -> LinkCurve:
-    """Latency and bandwidth that minimise relative squared errors over bytes -> seconds (at least two sizes)."""
+    """The curve through bytes -> seconds, with the latency and bandwidth of least relative squared error (at least two sizes)."""
     if len(measured) < 2:
         raise ConfigError(f"{len(measured)} message sizes measured; latency and bandwidth need at least two")
+    points = _rising(measured)
     # weighted least squares of t = a + b x with weights 1 / t^2
     s = [0.0] * 5
     for x, t in measured.items():
@@ -66,10 +76,24 @@ def fit_link(measured: Mapping[float, float]) -> LinkCurve:
     if b <= 0 or a < 0:  # all latency, or all bandwidth
         small, large = min(measured), max(measured)
         if b <= 0:
-            return LinkCurve(statistics.median(measured.values()), math.inf)
+            return LinkCurve(statistics.median(measured.values()), math.inf, points)
         rate = statistics.median(t / x for x, t in measured.items() if x > 0)
-        return LinkCurve(0.0, 1 / rate) if large > small else LinkCurve(measured[small], math.inf)
-    return LinkCurve(a, 1 / b)
+        return LinkCurve(0.0, 1 / rate, points) if large > small else LinkCurve(measured[small], math.inf, points)
+    return LinkCurve(a, 1 / b, points)
+
+
+def _rising(measured: Mapping[float, float]) -> tuple[tuple[float, float], ...]:
+    """The points, with neighbours whose times fall pooled at their geometric mean: a larger message never takes less time, and
+    where the latency is all there is, this averages its noise (isotonic regression by pooling adjacent violators)."""
+    pools: list[tuple[list[float], float]] = []  # sizes, mean logarithm of their seconds
+    for size, seconds in sorted(measured.items()):
+        sizes, mean = [size], math.log(seconds)
+        while pools and pools[-1][1] > mean:
+            before, other = pools.pop()
+            mean = (other * len(before) + mean * len(sizes)) / (len(before) + len(sizes))
+            sizes = before + sizes
+        pools.append((sizes, mean))
+    return tuple((size, math.exp(mean)) for sizes, mean in pools for size in sizes)
 
 
 @dataclass(frozen=True)

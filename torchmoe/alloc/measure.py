@@ -1,10 +1,15 @@
-"""Micro-benchmarks of the hardware at hand: attention, grouped experts, dense products, and messages between processes."""
+"""Micro-benchmarks of the hardware at hand: attention, grouped experts, dense products, and messages between processes.
+
+All sizes are measured in turns, several rounds of them, so that a disturbance that lasts longer than one size does not bend the
+curve at that size. Of a kernel's repetitions the fastest counts: what else runs on the machine only ever adds time. Of a
+message's rounds the median counts: what it waits for (the other processes' turns on the cores) is part of it.
+"""
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,125 +18,167 @@ from torch.nn import functional as F
 from torchmoe.dispatch import DispatchQueue
 from torchmoe.experts import FusedExpertMLP
 
-__all__ = ["Timer", "attention", "dense", "experts", "messages"]
+__all__ = ["Case", "attention", "dense", "experts", "messages", "timed"]
 
 
-class Timer:
-    """Lower quartile of the seconds of repeated calls, after warm-up: what else runs on the machine only ever adds time."""
+@dataclass(frozen=True)
+class Case:
+    """One shape of one kernel: its FLOPs, and what makes its inputs and returns the call to be timed."""
 
-    def __init__(self, device: torch.device, *, seconds: float = 0.2, least: int = 5) -> None:
-        self.device, self.seconds, self.least = device, seconds, least
+    name: str
+    size: float
+    flops: float
+    prepare: Callable[[], Callable[[], Any]]
 
-    def __call__(self, run: Callable[[], Any]) -> float:
+
+def timed(
+    cases: Sequence[Case],
+    device: torch.device,
+    *,
+    rounds: int,
+    seconds: float,
+    progress: Callable[[str], None] = lambda text: None,
+) -> dict[str, dict[float, tuple[float, float]]]:
+    """Name -> size -> (FLOPs, seconds of a call).
+
+    Args:
+        rounds: how often all cases are measured in turn.
+        seconds: a case is repeated for this long in every round (once at least, after a warm-up call).
+    """
+
+    def once(run: Callable[[], Any]) -> float:
+        began = time.perf_counter()
         run()
-        self._wait()
-        spent: list[float] = []
-        while len(spent) < self.least or (sum(spent) < self.seconds and len(spent) < 50):
-            began = time.perf_counter()
-            run()
-            self._wait()
-            spent.append(time.perf_counter() - began)
-        return sorted(spent)[len(spent) // 4]
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - began
 
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    best: dict[str, dict[float, tuple[float, float]]] = {}
+    for i in range(rounds):
+        for c in cases:
+            progress(f"round {i + 1} of {rounds}: {c.name}, {c.size:g}")
+            run = c.prepare()
+            once(run)
+            spent, fastest = 0.0, best.get(c.name, {}).get(c.size, (c.flops, float("inf")))[1]
+            while not spent or spent < seconds:
+                t = once(run)
+                spent, fastest = spent + t, min(fastest, t)
+            best.setdefault(c.name, {})[c.size] = (c.flops, fastest)
+    return best
 
 
-def attention(timer: Timer, *, seq_len: int, head_dim: int, heads: int, dtype: torch.dtype) -> tuple[float, float]:
-    """(FLOPs, seconds) of causal attention, forward and backward, one sequence: 3.5 x 2 products of s (s+1) / 2 scores."""
-    q, k, v = (torch.randn(1, heads, seq_len, head_dim, device=timer.device, dtype=dtype, requires_grad=True) for _ in range(3))
-    grad = torch.randn_like(q)
+def attention(device: torch.device, *, seq_len: int, head_dim: int, heads: int, dtype: torch.dtype) -> Case:
+    """Causal attention, forward and backward, one sequence: 3.5 x 2 products of s (s+1) / 2 scores."""
 
-    def run() -> None:
-        q.grad = k.grad = v.grad = None
-        torch.autograd.backward(F.scaled_dot_product_attention(q, k, v, is_causal=True), grad)
+    def prepare() -> Callable[[], Any]:
+        q, k, v = (torch.randn(1, heads, seq_len, head_dim, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+        grad = torch.randn_like(q)
+
+        def run() -> None:
+            q.grad = k.grad = v.grad = None
+            torch.autograd.backward(F.scaled_dot_product_attention(q, k, v, is_causal=True), grad)
+
+        return run
 
     forward = 2 * 2 * heads * head_dim * seq_len * (seq_len + 1) / 2
-    return 3.5 * forward, timer(run)
+    return Case(f"attention {head_dim}", seq_len, 3.5 * forward, prepare)
 
 
-def dense(timer: Timer, *, rows: int, dim: int, dtype: torch.dtype) -> tuple[float, float]:
-    """(FLOPs, seconds) of one product [rows, dim] by [dim, dim]."""
-    a, b = (torch.randn(n, dim, device=timer.device, dtype=dtype) for n in (rows, dim))
-    return 2.0 * rows * dim * dim, timer(lambda: a @ b)
+def dense(device: torch.device, *, rows: int, dim: int, dtype: torch.dtype) -> Case:
+    """One product [rows, dim] by [dim, dim]."""
+
+    def prepare() -> Callable[[], Any]:
+        a, b = (torch.randn(n, dim, device=device, dtype=dtype) for n in (rows, dim))
+        return lambda: a @ b
+
+    return Case("gemm", rows, 2.0 * rows * dim * dim, prepare)
 
 
-def experts(timer: Timer, *, per_expert: int, num_experts: int, dim: int, width: int, dtype: torch.dtype) -> tuple[float, float]:
-    """(FLOPs, seconds) of the library's expert MLP, forward and backward, balanced, ``per_expert`` tokens each."""
+def experts(device: torch.device, *, per_expert: int, num_experts: int, dim: int, width: int, dtype: torch.dtype) -> Case:
+    """The library's expert MLP, forward and backward, balanced, ``per_expert`` tokens each."""
     tokens = per_expert * num_experts
-    mlp = FusedExpertMLP(num_experts, dim, width, device=timer.device, dtype=dtype)
-    x = torch.randn(tokens, dim, device=timer.device, dtype=dtype, requires_grad=True)
-    ids = torch.arange(tokens, device=timer.device).remainder(num_experts)[:, None].to(torch.int32)
-    gates = torch.rand(tokens, 1, device=timer.device)
-    queue = DispatchQueue.build(ids, num_experts)
-    grad = torch.randn(tokens, dim, device=timer.device, dtype=dtype)
 
-    def run() -> None:
-        x.grad = None
-        mlp.zero_grad()
-        torch.autograd.backward(mlp(x, queue, gates), grad)
+    def prepare() -> Callable[[], Any]:
+        mlp = FusedExpertMLP(num_experts, dim, width, device=device, dtype=dtype)
+        x = torch.randn(tokens, dim, device=device, dtype=dtype, requires_grad=True)
+        ids = torch.arange(tokens, device=device).remainder(num_experts)[:, None].to(torch.int32)
+        gates = torch.rand(tokens, 1, device=device)
+        queue = DispatchQueue.build(ids, num_experts)
+        grad = torch.randn(tokens, dim, device=device, dtype=dtype)
 
-    return 3.0 * 6 * tokens * dim * width, timer(run)
+        def run() -> None:
+            x.grad = None
+            mlp.zero_grad()
+            torch.autograd.backward(mlp(x, queue, gates), grad)
+
+        return run
+
+    return Case("grouped_gemm", per_expert, 3.0 * 6 * tokens * dim * width, prepare)
 
 
-def messages(timer: Timer, *, sizes: list[int]) -> dict[str, dict[int, float]]:
-    """Seconds by bytes per rank: "all_to_all N" for groups of N ranks, "m2n" from one half to the other, "p2p". Collective."""
+def messages(
+    device: torch.device, *, sizes: Sequence[int], rounds: int, volume: int = 1 << 21, most: int = 32
+) -> dict[str, dict[float, float]]:
+    """Seconds by bytes per rank: "all_to_all N" for groups of N ranks, "m2n" from one half to the other, "p2p". Collective.
+
+    M2N and P2P are timed there and back, and halved. Small messages are repeated (up to ``most`` times, about ``volume`` bytes)
+    between two barriers; a round's time is that of its slowest rank.
+    """
     import torch.distributed as dist
 
     world, rank = dist.get_world_size(), dist.get_rank()
-    out: dict[str, dict[int, float]] = {}
+    half = world // 2
     groups = [n for n in (2, 4, 8, 16, 32, 64) if n < world] + [world]
     made = {n: dist.new_group(list(range(n))) for n in groups}
+    longest = max(sizes) // 4 + world
+    out = torch.randn(longest, device=device)
+    into = torch.empty_like(out)
 
-    def timed(run: Callable[[], Any]) -> float:
-        run()
-        spent = []
-        for _ in range(7):
+    def all_to_all(n: int, elements: int) -> Callable[[], Any]:
+        whole = max(1, elements // n) * n
+        return lambda: dist.all_to_all_single(into[:whole], out[:whole], group=made[n])
+
+    def exchange(peers: Sequence[int], elements: int, *, first: bool) -> Callable[[], Any]:
+        # the sending half sends all its pieces and then receives as many; the other half the other way round
+        piece = max(1, elements // len(peers))
+
+        def run() -> None:
+            for send in (first, not first):
+                op, data = (dist.isend, out) if send else (dist.irecv, into)
+                ops = [dist.P2POp(op, data[i * piece : (i + 1) * piece], p) for i, p in enumerate(peers)]
+                for work in dist.batch_isend_irecv(ops):
+                    work.wait()
+
+        return run
+
+    # name -> (does this rank take part, what it runs for a number of elements, passes in it)
+    plans: dict[str, tuple[bool, Callable[[int], Callable[[], Any]], int]] = {}
+    for n in groups:
+        plans[f"all_to_all {n}"] = (rank < n, lambda e, n=n: all_to_all(n, e), 1)  # type: ignore[misc]
+    if half > 1:
+        peers = list(range(half, 2 * half)) if rank < half else list(range(half))
+        plans["m2n"] = (rank < 2 * half, lambda e: exchange(peers, e, first=rank < half), 2)
+    plans["p2p"] = (rank in (0, world - 1), lambda e: exchange([world - 1 - rank], e, first=rank == 0), 2)
+
+    cases = [(name, size) for size in sizes for name in plans]
+    spent = torch.zeros(rounds, len(cases), dtype=torch.float64, device=device)
+    for i in range(rounds):
+        for j, (name, size) in enumerate(cases):
+            takes_part, make, passes = plans[name]
+            run = make(max(1, size // 4)) if takes_part else (lambda: None)
+            repeat = max(1, min(most, volume // size))
+            run()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             dist.barrier()
             began = time.perf_counter()
-            run()
-            timer._wait()
-            spent.append(time.perf_counter() - began)
-        slowest = torch.tensor([statistics.median(spent)], device=timer.device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return float(slowest)
-
-    for size in sizes:
-        for n in groups:
-            elements = max(1, size // 4 // n)
-            send = torch.randn(elements * n, device=timer.device)
-            receive = torch.empty_like(send)
-
-            def exchange(n: int = n, send: torch.Tensor = send, receive: torch.Tensor = receive) -> None:
-                if rank < n:
-                    dist.all_to_all_single(receive, send, group=made[n])
-
-            out.setdefault(f"all_to_all {n}", {})[size] = timed(exchange)
-        half = world // 2
-        data = torch.randn(max(1, size // 4), device=timer.device)
-        into = torch.empty_like(data)
-        piece = data.chunk(max(1, half))
-        room = into.chunk(max(1, half))
-
-        def m2n(piece: Any = piece, room: Any = room, half: int = half) -> None:
-            ops = []
-            for i in range(min(half, len(piece))):
-                if rank < half:
-                    ops.append(dist.P2POp(dist.isend, piece[i], half + i))
-                elif rank < 2 * half:
-                    ops.append(dist.P2POp(dist.irecv, room[i], i))
-            for work in dist.batch_isend_irecv(ops) if ops else []:
-                work.wait()
-
-        if half > 1:
-            out.setdefault("m2n", {})[size] = timed(m2n)
-
-        def p2p(data: torch.Tensor = data, into: torch.Tensor = into) -> None:
-            if rank == 0:
-                dist.send(data, world - 1)
-            elif rank == world - 1:
-                dist.recv(into, 0)
-
-        out.setdefault("p2p", {})[size] = timed(p2p)
-    return out
+            for _ in range(repeat):
+                run()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            spent[i, j] = (time.perf_counter() - began) / repeat / passes
+    dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+    found: dict[str, dict[float, float]] = {}
+    for (name, size), t in zip(cases, spent.median(0).values.tolist(), strict=True):
+        found.setdefault(name, {})[float(size)] = t
+    return found

@@ -15,14 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchmoe.alloc.fit import Fit, KernelCurve, LinkCurve, errors, fit_kernel, fit_link
+from torchmoe.alloc.fit import Fit, LinkCurve, errors, fit_kernel, fit_link
 from torchmoe.alloc.specs import ClusterSpec, Efficiency, load_mapping
 from torchmoe.errors import ConfigError
 
 __all__ = ["Profile", "profile"]
 
-VERSION = 1
-_KERNELS = ("attention", "gemm", "grouped_gemm")
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,8 @@ class Profile:
     Args:
         device, dtype: what was measured, and with which elements.
         peak: FLOP/s of the best product seen; shares are relative to it.
-        kernels: "attention" (by sequence length), "gemm" (by rows), "grouped_gemm" (by tokens per expert).
-        links: "all_to_all N", "m2n", "p2p": latency and bandwidth per rank.
+        kernels: "attention D" (head dimension D, by sequence length), "gemm" (by rows), "grouped_gemm" (by tokens per expert).
+        links: "all_to_all N", "m2n", "p2p": seconds by bytes per rank.
         fits: errors on the shapes kept out.
         writes: False on ranks other than the first.
     """
@@ -57,7 +56,10 @@ class Profile:
             "dtype": self.dtype,
             "peak": f"{self.peak!r} FLOP/s",
             "kernels": {k: [list(p) for p in e.points] for k, e in self.kernels.items()},
-            "links": {k: {"latency": f"{c.latency!r} s", "bandwidth": f"{c.bandwidth!r} B/s"} for k, c in self.links.items()},
+            "links": {
+                k: {"latency": f"{c.latency!r} s", "bandwidth": f"{c.bandwidth!r} B/s", "points": [list(p) for p in c.points]}
+                for k, c in self.links.items()
+            },
             "fits": [vars(f) for f in self.fits],
             "environment": dict(self.environment),
         }
@@ -80,9 +82,12 @@ class Profile:
             )
         try:
             number = float(str(data["peak"]).split()[0])
-            kernels = {k: Efficiency(tuple((float(x), float(y)) for x, y in data["kernels"][k])) for k in _KERNELS}
+            kernels = {str(k): Efficiency(_points(v)) for k, v in data["kernels"].items()}
+            if not {"gemm", "grouped_gemm"} <= set(kernels) or not any(k.startswith("attention ") for k in kernels):
+                raise ConfigError(f"the platform profile is damaged (kernels: {', '.join(kernels) or 'none'}); measure again")
             links = {
-                k: LinkCurve(float(v["latency"].split()[0]), float(v["bandwidth"].split()[0])) for k, v in data["links"].items()
+                str(k): LinkCurve(float(v["latency"].split()[0]), float(v["bandwidth"].split()[0]), _points(v["points"]))
+                for k, v in data["links"].items()
             }
             fits = tuple(Fit(**f) for f in data["fits"])
             return cls(str(data["device"]), str(data["dtype"]), number, kernels, links, fits, dict(data["environment"]))
@@ -91,8 +96,9 @@ class Profile:
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
             raise ConfigError(f"the platform profile is damaged ({type(e).__name__}: {e}); measure again") from None
 
-    def apply(self, cluster: ClusterSpec) -> ClusterSpec:
-        """The cluster with measured efficiencies, and within a node measured bandwidth and latency.
+    def apply(self, cluster: ClusterSpec, *, head_dim: int = 128) -> ClusterSpec:
+        """The cluster with measured efficiencies (attention of the nearest head dimension that was measured), and within a node
+        measured bandwidth and latency.
 
         Raises:
             ConfigError: the profile reaches more than the cluster's GPU can: it is of another device.
@@ -106,9 +112,10 @@ class Profile:
                 f"{cluster.gpu.name}; profile the planned hardware"
             )
         shares = {k: Efficiency(tuple((x, y * scale) for x, y in e.points)) for k, e in self.kernels.items()}
+        nearest = min((k for k in shares if k.startswith("attention ")), key=lambda k: abs(int(k.split()[1]) - head_dim))
         gpu = replace(
             cluster.gpu,
-            attention=shares["attention"],
+            attention=shares[nearest],
             gemm=shares["gemm"],
             grouped_gemm=shares["grouped_gemm"],
             source=f"measured on {self.device} in {self.dtype}",
@@ -120,26 +127,68 @@ class Profile:
         return replace(cluster, gpu=gpu, intra_bandwidth=curve.bandwidth, intra_latency=curve.latency, network_efficiency=1.0)
 
 
+def _points(rows: Any) -> tuple[tuple[float, float], ...]:
+    return tuple((float(x), float(y)) for x, y in rows)
+
+
+def _split(sizes: Mapping[float, Any]) -> tuple[list[float], list[float]]:
+    """Every second size for the fit (both ends included), the others to judge it."""
+    ordered = sorted(sizes)
+    used = [s for i, s in enumerate(ordered) if i % 2 == 0 or i == len(ordered) - 1]
+    return used, [s for s in ordered if s not in used]
+
+
 def _kernel_fit(name: str, measured: Mapping[float, tuple[float, float]], peak: float) -> tuple[Efficiency, Fit]:
-    """Fit on every second size (both ends included), judge on the others, then use all of them."""
-    sizes = sorted(measured)
-    used = {s: measured[s] for i, s in enumerate(sizes) if i % 2 == 0 or i == len(sizes) - 1}
-    kept = [s for s in sizes if s not in used]
-    curve: KernelCurve = fit_kernel(used, peak=peak)
+    """The curve through all sizes, and how the one through every second size does on the others."""
+    used, kept = _split(measured)
+    curve = fit_kernel({s: measured[s] for s in used}, peak=peak)
     median, p90 = errors([(curve.seconds(s, measured[s][0]), measured[s][1]) for s in kept])
     shares = curve.share.points
     text = f"{min(y for _, y in shares):.0%}-{max(y for _, y in shares):.0%} of {peak / 1e12:.3g} TFLOP/s"
     return fit_kernel(measured, peak=peak).share, Fit(name, len(used), len(kept), text, median, p90)
 
 
-def _link_fit(name: str, measured: Mapping[int, float]) -> tuple[LinkCurve, Fit]:
-    sizes = sorted(measured)
-    used = {float(s): measured[s] for i, s in enumerate(sizes) if i % 2 == 0 or i == len(sizes) - 1}
-    kept = [s for s in sizes if s not in used]
-    curve = fit_link(used)
+def _link_fit(name: str, measured: Mapping[float, float]) -> tuple[LinkCurve, Fit]:
+    used, kept = _split(measured)
+    curve = fit_link({s: measured[s] for s in used})
     median, p90 = errors([(curve.seconds(s), measured[s]) for s in kept])
-    text = f"{curve.latency * 1e6:.0f} us + bytes / {curve.bandwidth / 1e9:.3g} GB/s"
-    return fit_link({float(s): t for s, t in measured.items()}), Fit(name, len(used), len(kept), text, median, p90)
+    alone, _ = errors([(curve.affine(s), measured[s]) for s in kept])
+    text = f"{curve.latency * 1e6:.0f} us + bytes / {curve.bandwidth / 1e9:.3g} GB/s (these two alone: {alone:.0%})"
+    return fit_link(measured), Fit(name, len(used), len(kept), text, median, p90)
+
+
+def _sizes(low: int, high: int, *, halves: bool) -> list[int]:
+    """low, 2 low, 4 low ... high, and with ``halves`` one and a half times each: shapes in use are multiples of powers of two."""
+    out = []
+    while low < high:
+        out += [low, low * 3 // 2] if halves else [low]
+        low *= 2
+    return [*out, high]
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """What is measured on one kind of device; ranges are (smallest, largest)."""
+
+    seq: tuple[int, int]
+    rows: tuple[int, int]
+    per_expert: tuple[int, int]
+    message: tuple[int, int]
+    dim: int
+    width: int
+    experts: int
+    heads: int
+    head_dims: tuple[int, ...]
+
+
+_SHAPES = {
+    "cpu": _Shapes((32, 1024), (16, 1024), (8, 512), (1 << 10, 1 << 22), 256, 512, 4, 2, (64, 128)),
+    "cuda": _Shapes((256, 16384), (128, 8192), (64, 4096), (1 << 10, 1 << 26), 4096, 1536, 16, 16, (64, 128)),
+}
+_QUICK = {
+    "cpu": _Shapes((32, 512), (16, 256), (8, 128), (1 << 12, 1 << 20), 256, 512, 4, 2, (64,)),
+    "cuda": _Shapes((256, 4096), (128, 2048), (64, 1024), (1 << 12, 1 << 24), 4096, 1536, 16, 16, (128,)),
+}
 
 
 def profile(*, device: str = "auto", dtype: str = "auto", quick: bool = False, progress: bool = False) -> Profile:
@@ -151,46 +200,37 @@ def profile(*, device: str = "auto", dtype: str = "auto", quick: bool = False, p
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if kind not in ("cpu", "cuda"):
         raise ConfigError(f"device={kind!r} must be cpu, cuda or auto")
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    where = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda' and torch sees no GPU here; use device='cpu' or run on the hardware to be planned")
     names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     chosen = dtype if dtype != "auto" else ("bf16" if kind == "cuda" else "fp32")
     if chosen not in names:
         raise ConfigError(f"dtype={dtype!r} must be one of {', '.join(names)}")
-    t = names[chosen]
-    big = kind == "cuda"
-    timer = measure.Timer(where, seconds=0.05 if quick else 0.3, least=3 if quick else 7)
+    where = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device("cpu")
+    t, shapes = names[chosen], (_QUICK if quick else _SHAPES)[kind]
+    rounds, halves = (3, False) if quick else (8, True)
 
     def say(text: str) -> None:
         if progress and sys.stderr.isatty():
             print(f"\r{text:60s}", end="", file=sys.stderr, flush=True)
 
-    top = {"seq": 16384 if big else 1024, "rows": 8192 if big else 1024, "per": 8192 if big else 512}
-    dim, width, experts = (4096, 1536, 16) if big else (256, 512, 4)
-    heads, head_dim = (16, 128) if big else (2, 64)
-    if quick:
-        top = {k: v // 4 for k, v in top.items()}
-    steps = 5 if quick else 7
-
-    def sizes(most: int) -> list[int]:
-        return [max(1, most >> (steps - 1 - i)) for i in range(steps)]
-
-    measured: dict[str, dict[float, tuple[float, float]]] = {k: {} for k in _KERNELS}
-    for s in sizes(top["seq"]):
-        say(f"attention, {s} tokens")
-        measured["attention"][s] = measure.attention(timer, seq_len=s, head_dim=head_dim, heads=heads, dtype=t)
-    for s in sizes(top["rows"]):
-        say(f"dense product, {s} rows")
-        measured["gemm"][s] = measure.dense(timer, rows=s, dim=dim * 2, dtype=t)
-    for s in sizes(top["per"]):
-        say(f"experts, {s} tokens per expert")
-        measured["grouped_gemm"][s] = measure.experts(timer, per_expert=s, num_experts=experts, dim=dim, width=width, dtype=t)
-    peak = max(f / x for table in measured.values() for f, x in table.values())
-    fitted = {k: _kernel_fit(k, v, peak) for k, v in measured.items()}
-    links, writes = _messages(timer, quick, say, kind)
+    links, writes = _messages(where, _sizes(*shapes.message, halves=halves), rounds, say)
+    cases = [
+        measure.attention(where, seq_len=s, head_dim=d, heads=shapes.heads, dtype=t)
+        for d in shapes.head_dims
+        for s in _sizes(*shapes.seq, halves=halves)
+    ]
+    cases += [measure.dense(where, rows=s, dim=2 * shapes.dim, dtype=t) for s in _sizes(*shapes.rows, halves=halves)]
+    cases += [
+        measure.experts(where, per_expert=s, num_experts=shapes.experts, dim=shapes.dim, width=shapes.width, dtype=t)
+        for s in _sizes(*shapes.per_expert, halves=halves)
+    ]
+    measured = measure.timed(cases, where, rounds=rounds, seconds=0.003 if quick else 0.02, progress=say) if writes else {}
     say("")
+    peak = max((f / x for table in measured.values() for f, x in table.values()), default=1.0)
+    fitted = {k: _kernel_fit(k, v, peak) for k, v in measured.items()}
     return Profile(
-        device=torch.cuda.get_device_name(where) if big else platform.processor() or platform.machine(),
+        device=torch.cuda.get_device_name(where) if kind == "cuda" else platform.processor() or platform.machine(),
         dtype=chosen,
         peak=peak,
         kernels={k: e for k, (e, _) in fitted.items()},
@@ -201,7 +241,9 @@ def profile(*, device: str = "auto", dtype: str = "auto", quick: bool = False, p
     )
 
 
-def _messages(timer: Any, quick: bool, say: Any, kind: str) -> tuple[dict[str, tuple[LinkCurve, Fit]], bool]:
+def _messages(where: Any, sizes: list[int], rounds: int, say: Any) -> tuple[dict[str, tuple[LinkCurve, Fit]], bool]:
+    """The links between the processes of this run, and whether this is the first of them. The others leave here, so that the
+    first has its node's cores to itself when it measures kernels."""
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
         return {}, True
     import torch
@@ -211,12 +253,11 @@ def _messages(timer: Any, quick: bool, say: Any, kind: str) -> tuple[dict[str, t
 
     own = not dist.is_initialized()
     if own:
-        if kind == "cuda":
-            torch.cuda.set_device(timer.device)
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+        if where.type == "cuda":
+            torch.cuda.set_device(where)
+        dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
     say("messages")
-    top = 1 << (26 if kind == "cuda" else 22)
-    measured = measure.messages(timer, sizes=[top >> (2 * i) for i in range(5 if quick else 7)])
+    measured = measure.messages(where, sizes=sizes, rounds=3 * rounds)
     first = dist.get_rank() == 0
     if own:
         dist.destroy_process_group()

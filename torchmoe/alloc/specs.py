@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from math import log
+from math import exp, log
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -18,7 +18,7 @@ from torchmoe.alloc.units import format_quantity, quantity
 from torchmoe.costs.memory import FP32, MIXED, Precision
 from torchmoe.errors import ConfigError
 
-__all__ = ["ClusterSpec", "Efficiency", "GPUSpec", "Workload", "load_mapping"]
+__all__ = ["ClusterSpec", "Efficiency", "GPUSpec", "Workload", "interpolate", "load_mapping"]
 
 S = TypeVar("S", bound="_Spec")
 
@@ -103,9 +103,22 @@ class _Spec:
         return json.dumps(self.to_dict(), indent=2)
 
 
+def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
+    """y at x > 0 on straight lines over the logarithms of both; constant outside the first and the last point.
+
+    Exact where y grows as a power of x: a kernel that is all overhead (share ~ FLOPs), one that is saturated (constant share).
+    """
+    if x <= points[0][0]:
+        return points[0][1]
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        if x <= x1:
+            return y0 * exp(log(y1 / y0) * log(x / x0) / log(x1 / x0))
+    return points[-1][1]
+
+
 @dataclass(frozen=True)
 class Efficiency:
-    """Share of a peak that a kernel reaches, by size: points (size, share), straight lines over the logarithm of the size.
+    """Share of a peak that a kernel reaches, by size: points (size, share), joined by :func:`interpolate`.
 
     Args:
         points: ascending sizes with a share in (0, 1]. Outside the first and last point the share is constant.
@@ -122,13 +135,7 @@ class Efficiency:
             raise ConfigError(f"efficiency shares {[y for _, y in self.points]} must be in (0, 1]")
 
     def __call__(self, size: float) -> float:
-        pts = self.points
-        if size <= pts[0][0]:
-            return pts[0][1]
-        for (x0, y0), (x1, y1) in itertools.pairwise(pts):
-            if size <= x1:
-                return y0 + (y1 - y0) * log(size / x0) / log(x1 / x0)
-        return pts[-1][1]
+        return interpolate(self.points, size)
 
     @classmethod
     def constant(cls, share: float) -> Efficiency:
