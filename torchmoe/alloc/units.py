@@ -54,16 +54,16 @@ def quantity(value: object, kind: str, *, name: str) -> float:
 
 def format_quantity(value: float, kind: str) -> str:
     """The shortest text that :func:`quantity` reads back to the same number."""
+    unit = {"bytes": "B", "bytes/s": "B/s", "flop/s": "FLOP/s", "s": "s"}[kind]
     if kind == "s":
         steps = [(1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")]
     else:
-        unit = {"bytes": "B", "bytes/s": "B/s", "flop/s": "FLOP/s"}[kind]
         steps = [(f, p + unit) for p, f in reversed(_SI.items()) if p != "K"]
         if kind == "bytes" and value >= 2**20 and value % 2**20 == 0:
             steps = [(f, p + unit) for p, f in reversed(_IEC.items())]
-    for scale, unit in steps:
+    for scale, name in steps:
         if value >= scale:
-            text = f"{value / scale!r} {unit}".replace(".0 ", " ")
+            text = f"{value / scale!r} {name}".replace(".0 ", " ")
             if quantity(text, kind, name="") == value:
                 return text
-    return f"{value!r} {steps[-1][1]}"
+    return f"{value!r} {unit}"  # no scaled form is exact

@@ -299,7 +299,9 @@ def threaded_world(hub: DistHub) -> Iterator[Callable[[int, int, float], None]]:
                 "sim-dist cannot run in a process that has initialized torch.distributed; destroy its group first"
             )
         _set_thread_isolation_mode(True)
-        _install_threaded_pg()  # type: ignore[no-untyped-call]
+        world = _install_threaded_pg()  # type: ignore[no-untyped-call]
+        if not hasattr(world, "comms"):  # torch 2.11 and 2.12: destroy_process_group reads what the threaded world lacks
+            world.comms = []
         store = dist.HashStore()  # type: ignore[attr-defined]
 
         def create(_: Any, rank: int, size: int, timeout: datetime.timedelta) -> SimProcessGroup:
