@@ -12,8 +12,9 @@ from functools import cache
 
 from benchmarks.papers.record import Check, Verdict
 from torchmoe.alloc.allocator import RooflineAllocator
-from torchmoe.alloc.milp import Choice, Layout, Problem, solve
+from torchmoe.alloc.milp import solve
 from torchmoe.alloc.presets import cluster_preset, model_preset
+from torchmoe.alloc.problem import Choice, Layout, Problem
 from torchmoe.alloc.specs import Workload
 from torchmoe.costs import disagmoe as d
 from torchmoe.errors import ConfigError

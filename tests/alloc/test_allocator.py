@@ -10,7 +10,7 @@ import pytest
 from torchmoe.alloc.allocator import MEMORY_MODES, Allocation, RooflineAllocator
 from torchmoe.alloc.models import MoESpec
 from torchmoe.alloc.presets import cluster_preset, gpu_preset, model_preset
-from torchmoe.alloc.simulated import placement_of, refine, simulate_allocation
+from torchmoe.alloc.simulated import links_of, placement_of, refine, simulate_allocation
 from torchmoe.alloc.specs import ClusterSpec, Workload
 from torchmoe.errors import ConfigError
 from torchmoe.pipeline.schedules.afpipe import afpipe, live_units
@@ -188,3 +188,71 @@ def test_a_file_of_its_own_hardware_is_enough(tmp_path: object) -> None:
     slow = ClusterSpec.from_dict(spec)
     assert slow.gpu.name == "H200" and slow.nic_bandwidth == 12.5e9
     assert allocator(cluster=slow).solve().busy >= allocator(cluster=replace(slow, nic_bandwidth=50e9)).solve().busy
+
+
+# ---- the residual that rides, cut micro-batches, two pools
+SHARED = replace(SMALL, shared_dim=2048)
+
+
+def test_a_riding_residual_moves_the_shared_experts_and_saves_the_residual_rows() -> None:
+    w = Workload(seq_len=4096, micro_batch=8, global_batch=256)
+    direct = replace(allocator(), model=SHARED, workload=w).costs
+    ride = replace(direct, residual="ride")
+    assert not ride.rides(1) and ride.rides(2)
+    peak = direct.cluster.gpu.peak("bf16")
+    flops = 6 * 2 * 3 * 1024 * 2048 / 2 * w.tokens  # three products of D x 2048, forward and backward, per token and layer
+    gain = direct.attention_group_seconds(2, 4) - ride.attention_group_seconds(2, 4)
+    assert gain == pytest.approx(4 * flops / 4 / (peak * direct.cluster.gpu.gemm(w.tokens / 4)))
+    more = ride.expert_seconds(4, 2) - direct.expert_seconds(4, 2)
+    assert more == pytest.approx(flops / 4 / (peak * direct.cluster.gpu.gemm(w.tokens / 4)))
+    assert ride.expert_seconds(4, 1) == direct.expert_seconds(4, 1)
+    rows = direct.wire_bytes(4, 2)[0] - ride.wire_bytes(4, 2)[0]
+    assert rows == pytest.approx(2 * w.tokens * 1024 * 2)  # one row there, its gradient back
+    state = {}
+    for name, c in (("direct", direct), ("ride", ride)):
+        a, f = c.attention_memory(pa=2, pf=2, m=4, n=4), c.expert_memory(pa=2, pf=2, n=4)
+        state[name] = (a.state, f.state)
+    shared = 3 * 1024 * 2048
+    assert state["direct"][0] - state["ride"][0] == 16 * 4 * shared
+    assert state["ride"][1] - state["direct"][1] == 16 * 4 * (shared + 1024)
+
+
+def test_the_better_residual_is_chosen_and_said() -> None:
+    w = Workload(seq_len=1024, micro_batch=8, global_batch=128)
+    slow = replace(cluster_preset("h800x16"), nic_bandwidth=5e9)
+    steps = {
+        r: replace(allocator(), model=SMALL, workload=w, cluster=slow, groups=(2,), residual=r).solve()
+        for r in ("direct", "ride", "auto")
+    }
+    assert steps["ride"].busy < steps["direct"].busy  # the network binds
+    assert (steps["auto"].residual, steps["auto"].busy) == ("ride", steps["ride"].busy)
+    assert "residual=ride" in steps["auto"].explain()
+    sim = {r: simulate_allocation(replace(allocator(), workload=w, cluster=slow), a) for r, a in steps.items()}
+    assert sim["ride"].bound < sim["direct"].bound
+    again = refine(replace(allocator(), workload=w, cluster=slow, residual="auto"), steps["direct"], parts=(1,))
+    assert again.residual == "ride"
+
+
+def test_a_micro_batch_is_cut_where_the_simulation_gains() -> None:
+    w = Workload(seq_len=4096, micro_batch=16, global_batch=64)
+    a = replace(allocator(), workload=w, groups=(1,), max_replicas=1)
+    whole = a.solve()
+    cut, kept = refine(a, whole), refine(a, whole, parts=(1,))
+    assert cut.workload.micro_batch == 8 and cut.micro_batches == 2 * whole.micro_batches
+    assert cut.step < kept.step and cut.memory_a.activations < kept.memory_a.activations
+    assert refine(replace(a, workload=replace(w, micro_batch=1, global_batch=4)), replace(whole, m=1), parts=(1,)).cycle
+
+
+def test_two_pools_have_their_own_links() -> None:
+    old = replace(cluster_preset("a100x8"), nic_latency=40e-6)
+    new = replace(cluster_preset("h200x8"), nic_latency=10e-6)
+    a = replace(allocator(), cluster=new, ffn_cluster=old, groups=(1,), max_replicas=1)
+    best = a.solve()
+    links = links_of(a, best)
+    assert links.bandwidth * links.nics["A0"] == pytest.approx(best.nics_a * 50e9 * 0.85)
+    assert links.bandwidth * links.nics["F0"] == pytest.approx(best.nics_f * 25e9 * 0.85)
+    assert links.between("A0", "F0") == pytest.approx(25e-6) and links.between("A0", "A0") == 10e-6
+    s = simulate_allocation(a, best)
+    assert s.bound == pytest.approx(best.busy, rel=0.05)
+    slower = simulate_allocation(replace(a, ffn_cluster=replace(old, nic_latency=1e-2)), best)
+    assert slower.makespan > s.makespan

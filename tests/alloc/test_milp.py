@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchmoe.alloc.milp import Choice, Layout, Problem, evaluate, solve
+from torchmoe.alloc.milp import solve
+from torchmoe.alloc.problem import Choice, Layout, Problem, evaluate
 from torchmoe.errors import ConfigError
 
 pytest.importorskip("mip", reason="the allocator's solver")

@@ -12,19 +12,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from torchmoe.alloc.milp import Choice, Layout, Problem, solve
+from torchmoe.alloc.milp import solve
+from torchmoe.alloc.problem import Choice, Layout, Problem
 from torchmoe.alloc.specs import ClusterSpec, Workload
 from torchmoe.alloc.split import SplitCosts
 from torchmoe.costs.flops import model_flops
 from torchmoe.costs.memory import MemoryParts
 from torchmoe.costs.model import ModelShape
 from torchmoe.errors import ConfigError
+from torchmoe.placement import Residual
 
 __all__ = ["MEMORY_MODES", "Allocation", "LengthRow", "RooflineAllocator"]
 
 Nics = Literal["fixed", "free"]
 Recompute = Literal["none", "full"]
 Save = Literal["input", "half", "preact", "all"]
+Residuals = Literal["direct", "ride", "auto"]
 MEMORY_MODES: tuple[tuple[Recompute, Save], ...] = (("none", "preact"), ("none", "input"), ("full", "preact"), ("full", "input"))
 """From the fastest to the smallest."""
 
@@ -39,6 +42,7 @@ class Allocation:
         attention, ffn, network_a, network_f: busy time of each resource; the largest binds.
         fill: time to fill and drain the pipeline, once per step.
         workload: with the micro-batch and memory mode that were chosen.
+        residual: how it reaches the next attention group: "local" (there is one group), "direct" or "ride".
         gap: how far from the best the solver may be.
         simulated: seconds of the step in simulated time (see ``refine``); without it the step is a bound plus filling.
     """
@@ -64,6 +68,7 @@ class Allocation:
     micro_batches: int
     memory_a: MemoryParts
     memory_f: MemoryParts
+    residual: Residual = "local"
     gap: float = 0.0
     simulated: float | None = None
     rejected: dict[str, int] = field(default_factory=dict)
@@ -129,8 +134,8 @@ class Allocation:
             how = f"simulated; {self.busy / self.simulated:.0%} of it the busiest resource"
         lines = [
             f"{self.gpus} of {self.world} GPUs: {pool_a} for attention, {pool_f} for experts{more}",
-            f"  attention={self.attention_sizes} ffn={self.ffn_sizes} cycle={self.cycle}, NICs per group "
-            f"{self.nics_a:g} and {self.nics_f:g}",
+            f"  attention={self.attention_sizes} ffn={self.ffn_sizes} cycle={self.cycle} residual={self.residual}, "
+            f"NICs per group {self.nics_a:g} and {self.nics_f:g}",
             f"  step {self.step * 1e3:.1f} ms ({self.micro_batches} micro-batches of {self.workload.micro_batch} sequences; "
             f"{how}), recompute={self.workload.recompute} save={self.workload.save}",
             f"  {self.tokens_per_second:,.0f} tokens/s, MFU {self.mfu:.1%}",
@@ -151,6 +156,46 @@ class Allocation:
         return "\n".join(lines)
 
 
+class _Tables:
+    """Seconds of one workload and residual, computed once for all replicas and cycles."""
+
+    def __init__(self, costs: SplitCosts) -> None:
+        self.costs = costs
+        self._attention: dict[tuple[int, int], float] = {}
+        self._experts: dict[tuple[bool, int], float] = {}
+        self._wire: dict[tuple[bool, int], tuple[float, float]] = {}
+
+    def layout(
+        self,
+        replicas: int,
+        pa: int,
+        pf: int,
+        fits: tuple[list[int], list[int], dict[int, int]],
+        steps: float,
+        bands: tuple[float, float],
+    ) -> Layout:
+        """The program's tables of one layout: ``steps`` times a micro-batch's seconds, over NICs of ``bands`` B/s."""
+        c, (ms, ns, max_n) = self.costs, fits
+        for m in ms:
+            if (pa, m) not in self._attention:
+                self._attention[pa, m] = c.attention_group_seconds(pa, m, even=c.workload.micro_batch % m == 0)
+        for n in ns:
+            if (pa == 1, n) not in self._experts:
+                self._experts[pa == 1, n], self._wire[pa == 1, n] = c.expert_seconds(n, pa), c.wire_bytes(n, pa)
+        v_a, v_f = len(c.group_layers(pa, 0)), len(c.group_layers(pf, 0))
+        wire = {n: self._wire[pa == 1, n] for n in ns}
+        return Layout(
+            replicas,
+            pa,
+            pf,
+            {m: steps * self._attention[pa, m] for m in ms},
+            {n: steps * v_f * self._experts[pa == 1, n] for n in ns},
+            {n: steps * v_a * wire[n][0] / bands[0] for n in ns},
+            {n: steps * v_f * wire[n][1] / bands[1] for n in ns},
+            max_n,
+        )
+
+
 @dataclass(frozen=True)
 class RooflineAllocator:
     """Splits ``cluster`` between attention and experts of ``model`` under ``workload``.
@@ -164,6 +209,8 @@ class RooflineAllocator:
         max_replicas: replicas of the whole pipeline to try.
         micro_batches: sequences per micro-batch to try; none: the workload's.
         memory_modes: (recompute, save) pairs to try; none: the workload's.
+        residual: with several attention groups, send it to the next one ("direct"), on the dispatched rows ("ride"), or try both
+            ("auto").
         count_fill: weigh every time with what filling, draining and too few micro-batches add (:meth:`fill_factor`).
         tie: times within this share count as equal; then fewest GPUs, or ``goal="mfu"``.
     """
@@ -181,14 +228,24 @@ class RooflineAllocator:
     micro_batches: Sequence[int] = ()
     memory_modes: Sequence[tuple[Recompute, Save]] = ()
     count_fill: bool = True
-    residual: Literal["direct", "ride"] = "direct"
+    residual: Residuals = "direct"
     tie: float = 0.01
     goal: Literal["fewest_gpus", "mfu"] = "fewest_gpus"
     max_seconds: float = 60.0
 
     @property
     def costs(self) -> SplitCosts:
-        return SplitCosts(self.cluster, self.model, self.workload, self.ffn_cluster, self.residual)
+        return SplitCosts(self.cluster, self.model, self.workload, self.ffn_cluster)
+
+    def costs_of(self, a: Allocation) -> SplitCosts:
+        """The costs behind an allocation."""
+        return replace(self.costs, workload=a.workload, residual="ride" if a.residual == "ride" else "direct")
+
+    def residuals(self, pa: int) -> tuple[Residual, ...]:
+        """Ways of the residual to try with so many attention groups."""
+        if pa == 1:
+            return ("local",)
+        return ("direct", "ride") if self.residual == "auto" else (self.residual,)
 
     @property
     def world(self) -> int:
@@ -237,45 +294,24 @@ class RooflineAllocator:
         band_f, per_f = costs.link(costs.f_cluster)
         layouts, used = [], []
         for w in self.workloads():
-            attention: dict[tuple[int, int], float] = {}  # what does not depend on replicas and cycle
-            experts: dict[int, float] = {}
-            wire: dict[tuple[bool, int], tuple[float, float]] = {}
-            for r, pa, pf in self._layouts(w):
-                p = max(pa, pf)
-                fits: str | tuple[list[int], list[int], dict[int, int]] = ""
-                for factor in (4, 2):  # the longer cycle hides transfers, the shorter one holds fewer units
-                    c = replace(costs, workload=w, cycle=factor * p)
-                    sizes = (budget_a // (r * pa), budget_f // (r * pf))
-                    fits = self._fitting(c, r, pa, pf, sizes, (per_a, per_f))
-                    if not isinstance(fits, str):
-                        break
-                if isinstance(fits, str):
-                    why[fits] += 1
-                    continue
-                ms, ns, max_n = fits
-                for m in ms:
-                    if (pa, m) not in attention:
-                        attention[pa, m] = c.attention_group_seconds(pa, m, even=w.micro_batch % m == 0)
-                for n in ns:
-                    if n not in experts:
-                        experts[n] = c.expert_seconds(n)
-                    if (pa == 1, n) not in wire:
-                        wire[pa == 1, n] = c.wire_bytes(n, pa)
-                v_a, v_f = len(c.group_layers(pa, 0)), len(c.group_layers(pf, 0))
-                steps = c.micro_batches(r) * self.fill_factor(c, r, p)
-                layouts.append(
-                    Layout(
-                        r,
-                        pa,
-                        pf,
-                        {m: steps * attention[pa, m] for m in ms},
-                        {n: steps * v_f * experts[n] for n in ns},
-                        {n: steps * v_a * wire[pa == 1, n][0] / band_a for n in ns},
-                        {n: steps * v_f * wire[pa == 1, n][1] / band_f for n in ns},
-                        max_n,
-                    )
-                )
-                used.append(c)
+            for residual in dict.fromkeys(x for pa in self.groups for x in self.residuals(pa)):
+                tables = _Tables(replace(costs, workload=w, residual=residual))
+                for r, pa, pf in self._layouts(w):
+                    if residual not in self.residuals(pa):
+                        continue
+                    fits: str | tuple[list[int], list[int], dict[int, int]] = ""
+                    for factor in (4, 2):  # the longer cycle hides transfers, the shorter one holds fewer units
+                        c = replace(tables.costs, cycle=factor * max(pa, pf))
+                        sizes = (budget_a // (r * pa), budget_f // (r * pf))
+                        fits = self._fitting(c, r, pa, pf, sizes, (per_a, per_f))
+                        if not isinstance(fits, str):
+                            break
+                    if isinstance(fits, str):
+                        why[fits] += 1
+                        continue
+                    steps = c.micro_batches(r) * self.fill_factor(c, r, max(pa, pf))
+                    layouts.append(tables.layout(r, pa, pf, fits, steps, (band_a, band_f)))
+                    used.append(c)
         gpus: Any = (budget_a, self.ffn_cluster.gpus) if self.ffn_cluster else budget_a
         nics: Any = None
         if self.nics == "free":
@@ -338,36 +374,48 @@ class RooflineAllocator:
 
     def allocation(self, problem: Problem, choice: Choice, used: Sequence[SplitCosts], why: Counter[str]) -> Allocation:
         """Dress a choice of the program up as an answer."""
-        o, c = problem.layouts[choice.layout], used[choice.layout]
-        w, p = c.workload, max(o.pa, o.pf)
-        factor = self.fill_factor(c, o.replicas, p)
-        times = [o.attention[choice.m], o.ffn[choice.n], o.wire_a[choice.n] / choice.qa, o.wire_f[choice.n] / choice.qf]
-        times = [t / factor for t in times]
+        o = problem.layouts[choice.layout]
+        found = self.describe(
+            used[choice.layout], replicas=o.replicas, pa=o.pa, pf=o.pf, m=choice.m, n=choice.n, nics_a=choice.qa, nics_f=choice.qf
+        )
+        return replace(found, gap=choice.gap, rejected=dict(why))
+
+    def describe(
+        self, c: SplitCosts, *, replicas: int, pa: int, pf: int, m: int, n: int, nics_a: float, nics_f: float
+    ) -> Allocation:
+        """The allocation of these sizes under the workload, cycle and residual of ``c``, whether it fits or not."""
+        w, p, steps = c.workload, max(pa, pf), c.micro_batches(replicas)
+        factor = self.fill_factor(c, replicas, p)
+        wire_a, wire_f = c.wire_bytes(n, pa)
+        v_a, v_f = len(c.group_layers(pa, 0)), len(c.group_layers(pf, 0))
+        attention = steps * c.attention_group_seconds(pa, m, even=w.micro_batch % m == 0)
+        ffn = steps * v_f * c.expert_seconds(n, pa)
+        network_a = steps * v_a * wire_a / c.link(self.cluster)[0] / nics_a
+        network_f = steps * v_f * wire_f / c.link(c.f_cluster)[0] / nics_f
         peak_a, peak_f = self.cluster.gpu.peak(w.dtype), c.f_cluster.gpu.peak(w.dtype)
         return Allocation(
-            m=choice.m,
-            n=choice.n,
-            pa=o.pa,
-            pf=o.pf,
-            replicas=o.replicas,
-            nics_a=choice.qa,
-            nics_f=choice.qf,
+            m=m,
+            n=n,
+            pa=pa,
+            pf=pf,
+            replicas=replicas,
+            nics_a=nics_a,
+            nics_f=nics_f,
             cycle=c.cycle or 4 * p,
-            attention=times[0],
-            ffn=times[1],
-            network_a=times[2],
-            network_f=times[3],
-            fill=max(times) * (factor - 1),
+            attention=attention,
+            ffn=ffn,
+            network_a=network_a,
+            network_f=network_f,
+            fill=max(attention, ffn, network_a, network_f) * (factor - 1),
             flops=model_flops(self.model, seq_len=w.seq_len, causal=w.causal) * w.global_tokens,
-            peak=o.replicas * (o.pa * choice.m * peak_a + o.pf * choice.n * peak_f),
-            gpus=choice.gpus,
+            peak=replicas * (pa * m * peak_a + pf * n * peak_f),
+            gpus=replicas * (pa * m + pf * n),
             world=self.world,
             workload=w,
-            micro_batches=c.micro_batches(o.replicas),
-            memory_a=c.attention_memory(pa=o.pa, pf=o.pf, m=choice.m, n=choice.n, replicas=o.replicas),
-            memory_f=c.expert_memory(pa=o.pa, pf=o.pf, n=choice.n, replicas=o.replicas),
-            gap=choice.gap,
-            rejected=dict(why),
+            micro_batches=steps,
+            memory_a=c.attention_memory(pa=pa, pf=pf, m=m, n=n, replicas=replicas),
+            memory_f=c.expert_memory(pa=pa, pf=pf, n=n, replicas=replicas),
+            residual="local" if pa == 1 else c.residual,
         )
 
     def _nothing_fits(self, why: Counter[str]) -> str:

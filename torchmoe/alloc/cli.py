@@ -66,6 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     p = sub.add_parser("plan", help="the best strategy for a cluster and a model, explained", epilog=_PLAN, formatter_class=raw)
     _common(p)
     p.add_argument("--nics", choices=["fixed", "free"], default="fixed", help="NICs stay with their GPUs, or go to either role")
+    p.add_argument(
+        "--residual",
+        choices=["direct", "ride", "auto"],
+        default="direct",
+        help="of split plans with several attention groups: a message of its own, on the dispatched rows, or the better one",
+    )
     p.add_argument("--a2a", choices=["flat", "halo"], default="halo", help="all-to-all of colocated plans")
     p.add_argument("--memory", choices=["exact", "paper"], default="exact", help="memory model of colocated plans")
     p.add_argument("--top", type=int, default=8, help="plans to list")
@@ -182,6 +188,7 @@ def _plan(args: argparse.Namespace) -> int:
             all_to_all=args.a2a,
             memory_model=args.memory,
             nics=args.nics,
+            residual=args.residual,
             simulate=args.simulate,
             progress=tick,
         )
@@ -250,7 +257,15 @@ def _split_only(args: argparse.Namespace, cluster: ClusterSpec, model: MoESpec, 
     """Allocator alone: two pools, or a table over lengths."""
     pool = ClusterSpec.load(args.ffn_cluster) if args.ffn_cluster else None
     allocator = RooflineAllocator(
-        cluster, model, w, pool, nics=args.nics, micro_batches=_micro(args), memory_modes=_modes(args), symmetric=pool is None
+        cluster,
+        model,
+        w,
+        pool,
+        nics=args.nics,
+        residual=args.residual,
+        micro_batches=_micro(args),
+        memory_modes=_modes(args),
+        symmetric=pool is None,
     )
     if not args.lengths:
         a = allocator.solve()

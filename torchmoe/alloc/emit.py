@@ -139,6 +139,8 @@ def recipe_text(report: PlanReport, choice: Plan | Allocation, *, module: str = 
                 f"the plan needs recompute={w.recompute} and save={w.save}, which a disaggregated run does not have yet; "
                 "plan with --recompute none --save preact"
             )
+        if choice.residual == "ride":
+            raise ConfigError("the plan needs residual=ride, which torchtitan runs do not have; plan with --residual direct")
         what = f"attention={choice.attention_sizes} ffn={choice.ffn_sizes} replicas={choice.replicas}"
     else:
         what = f"{choice.degrees}, {choice.costs.workload.recompute} recomputation"

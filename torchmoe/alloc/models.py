@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from torchmoe.alloc.preset_data import MODELS
 from torchmoe.alloc.specs import _Spec, load_mapping
 from torchmoe.costs.model import ModelShape
 from torchmoe.errors import ConfigError
@@ -21,12 +22,21 @@ class MoESpec(ModelShape, _Spec):
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any]) -> MoESpec:
         """A preset's name, a JSON or YAML file (own keys or a Hugging Face config.json), or such a mapping."""
-        from torchmoe.alloc.presets import model_preset
-
         if isinstance(source, str) and not source.endswith((".json", ".yaml", ".yml")):
-            return model_preset(source)
+            return cls.preset(source)
         data = load_mapping(source)
         return cls.from_hf(data) if "model_type" in data else cls.from_dict(data)
+
+    @classmethod
+    def preset(cls, name: str) -> MoESpec:
+        """A model by name.
+
+        Raises:
+            ConfigError: no such preset.
+        """
+        if name.lower() not in MODELS:
+            raise ConfigError(f"no model preset {name!r}; use {', '.join(MODELS)}, or a JSON file with its sizes or config.json")
+        return cls(name=name.lower(), **MODELS[name.lower()])
 
     @classmethod
     def from_shape(cls, shape: ModelShape) -> MoESpec:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from torchmoe.alloc.allocator import MEMORY_MODES, Allocation, Nics, Recompute, RooflineAllocator, Save
+from torchmoe.alloc.allocator import MEMORY_MODES, Allocation, Nics, Recompute, Residuals, RooflineAllocator, Save
 from torchmoe.alloc.colocated import AllToAll, ColocatedCosts, StepParts
 from torchmoe.alloc.specs import ClusterSpec, Workload
 from torchmoe.costs.flops import model_flops
@@ -169,6 +169,7 @@ def plan(
     memory_model: Literal["exact", "paper"] = "exact",
     overlap: Sequence[Literal["none", "ideal"]] = ("none", "ideal"),
     nics: Nics = "fixed",
+    residual: Residuals = "direct",
     split: bool = True,
     simulate: bool = False,
     progress: Callable[[], None] = lambda: None,
@@ -180,7 +181,7 @@ def plan(
         modes: (recompute, save) pairs, from the fastest to the smallest; a plan takes the first that fits.
         memory_model: "paper" judges stage 0 by Piper's M_1F1B instead.
         overlap: rank blocking exchanges, ideal overlap, or both.
-        nics: of the split plan; ``split=False`` leaves it out.
+        nics, residual: of the split plan; ``split=False`` leaves it out.
         simulate: run the split plan through the simulator, choose its cycle by that, and rank it by that.
         progress: called after each strategy.
     """
@@ -231,7 +232,9 @@ def plan(
                 )
             )
     plans.sort(key=lambda p: p.step)
-    found, refused = _split(cluster, model, workload, modes, nics, simulate) if split else (None, "the split was not asked for")
+    found, refused = (
+        _split(cluster, model, workload, modes, nics, residual, simulate) if split else (None, "the split was not asked for")
+    )
     return PlanReport(tuple(plans), tuple(rejected), found, refused, cluster, model)
 
 
@@ -263,13 +266,14 @@ def _split(
     w: Workload,
     modes: Sequence[tuple[Recompute, Save]],
     nics: Nics,
+    residual: Residuals,
     simulate: bool,
 ) -> tuple[Allocation | None, str]:
     if cluster.gpus < 2:
         return None, "one GPU cannot be split"
     sizes = [b for b in (1, 2, 4, 8, 16, 32, 64) if w.global_batch % b == 0]
     try:
-        allocator = RooflineAllocator(cluster, model, w, nics=nics, micro_batches=sizes, memory_modes=modes)
+        allocator = RooflineAllocator(cluster, model, w, nics=nics, residual=residual, micro_batches=sizes, memory_modes=modes)
         found = allocator.solve()
     except ConfigError as e:
         return None, str(e)

@@ -11,10 +11,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import ceil, inf
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torchmoe.alloc.milp import Layout, Problem
+from torchmoe.alloc.problem import Layout, Problem
 
 __all__ = ["nic_candidates", "presolve"]
 

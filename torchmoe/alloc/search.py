@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchmoe.alloc.allocator import Allocation, RooflineAllocator
-from torchmoe.alloc.milp import Choice, evaluate
+from torchmoe.alloc.problem import Choice, evaluate
 from torchmoe.errors import ConfigError
 
 __all__ = ["SearchResult", "Trial", "local_search", "search_allocations"]
@@ -132,6 +132,7 @@ def search_allocations(
         i
         for i, (o, c) in enumerate(zip(problem.layouts, used, strict=True))
         if (o.replicas, o.pa, o.pf, c.workload) == (seed.replicas, seed.pa, seed.pf, seed.workload)
+        and (o.pa == 1 or c.residual == seed.residual)
     )
     o = problem.layouts[k]
     ra, rf = o.replicas * o.pa, o.replicas * o.pf

@@ -18,7 +18,16 @@ from torchmoe.pipeline.schedules.colocated import ColocatedWiring, colocated
 from torchmoe.pipeline.simulate import Simulation, simulate
 from torchmoe.placement import Placement
 
-__all__ = ["UNITS", "extended", "placement_of", "refine", "simulate_allocation", "simulate_colocated", "simulated_step"]
+__all__ = [
+    "UNITS",
+    "extended",
+    "links_of",
+    "placement_of",
+    "refine",
+    "simulate_allocation",
+    "simulate_colocated",
+    "simulated_step",
+]
 
 UNITS = 8_000
 """Most (layer, micro-batch) units that are simulated; a longer step is simulated shorter and extended."""
@@ -37,7 +46,7 @@ def placement_of(allocation: Allocation, *, num_layers: int, num_experts: int) -
 
 def simulate_allocation(allocator: RooflineAllocator, a: Allocation, *, record: bool = False) -> Simulation:
     """One replica's step of AF-Pipe under ``a``: group level, all ranks of a group alike."""
-    costs = replace(allocator.costs, workload=a.workload, cycle=a.cycle)
+    costs = replace(allocator.costs_of(a), cycle=a.cycle)
     shape, w = allocator.model, a.workload
     place = replace(placement_of(a, num_layers=shape.num_moe_layers, num_experts=shape.num_experts), replicas=1)
     sequences = w.micro_batch / a.m if w.micro_batch % a.m == 0 else -(-w.micro_batch // a.m)
@@ -45,30 +54,42 @@ def simulate_allocation(allocator: RooflineAllocator, a: Allocation, *, record: 
     forward, backward = {}, {}
     again = 1 if w.recompute == "full" else 0
     for layer in range(shape.num_moe_layers):
-        t = costs.attention_seconds(sequences, layer=shape.num_dense_layers + layer)
+        t = costs.attention_seconds(sequences, layer=shape.num_dense_layers + layer, shared=not costs.rides(a.pa))
         if layer == 0:
             t += sum(costs.attention_seconds(sequences, layer=i) for i in range(shape.num_dense_layers))
         forward[2 * layer], backward[2 * layer] = t / (3 + again), t * (2 + again) / (3 + again)
-        t = costs.expert_seconds(a.n)
+        t = costs.expert_seconds(a.n, a.pa)
         forward[2 * layer + 1], backward[2 * layer + 1] = t / 3, t * 2 / 3
     t = costs.head_seconds(sequences)
     forward[head], backward[head] = t, 0.0  # forward, loss and backward are one action
     traffic = costs.traffic(a.n, a.pa)
     kinds = ("dispatch", "combine", "d_combine", "d_dispatch", "residual", "d_residual", "ids")
     message = {k: getattr(traffic, k) * w.tokens for k in kinds}
-    band, _ = costs.link(allocator.cluster)
-    one_node = allocator.cluster.nodes == 1
-    nics = {str(g): a.nics_a if g.role == "attention" else a.nics_f for g in place.groups()}
-    latency = allocator.cluster.intra_latency if one_node else allocator.cluster.nic_latency
     half = {s: b / 2 for s, b in backward.items()}
     return simulate(
         afpipe(place, a.micro_batches, cycle=a.cycle, transfer=_transfer(a)),
         Costs(forward=forward, input_grad=half, weight_grad=half, message=message),
         place,
-        residual="local" if a.pa == 1 else allocator.residual,
-        links=Links(bandwidth=band, latency=latency, nics=nics),
+        residual=a.residual,
+        links=links_of(allocator, a),
         issue="ahead",
         record=record,
+    )
+
+
+def links_of(allocator: RooflineAllocator, a: Allocation) -> Links:
+    """The network between the groups of ``a``: every side with its own NICs and latency (two pools may be of unequal kinds)."""
+    costs = allocator.costs
+    (band_a, _), (band_f, _) = costs.link(allocator.cluster), costs.link(costs.f_cluster)
+    inside = allocator.cluster.nodes == 1 and allocator.ffn_cluster is None
+    latency_a, latency_f = (c.intra_latency if inside else c.nic_latency for c in (allocator.cluster, costs.f_cluster))
+    groups_f = [f"F{j}" for j in range(a.pf)]
+    return Links(
+        bandwidth=band_a,
+        latency=latency_a,
+        # an expert side's NIC counts as so many of the attention side's
+        nics={f"A{i}": a.nics_a for i in range(a.pa)} | dict.fromkeys(groups_f, a.nics_f * band_f / band_a),
+        latencies=dict.fromkeys(groups_f, latency_f),
     )
 
 
@@ -148,23 +169,38 @@ def simulated_step(allocator: RooflineAllocator, a: Allocation) -> tuple[float, 
     return extended(lambda k: simulate_allocation(allocator, replace(a, micro_batches=k)), n, short)
 
 
-def refine(allocator: RooflineAllocator, a: Allocation, *, factors: Sequence[int] = (2, 4)) -> Allocation:
-    """The allocation with the cycle (``factors`` times p, as memory allows) whose simulated step is shortest, and that step.
+def refine(
+    allocator: RooflineAllocator, a: Allocation, *, factors: Sequence[int] = (2, 4), parts: Sequence[int] = (1, 2)
+) -> Allocation:
+    """The allocation's group sizes with the cycle, the micro-batch and the way of the residual whose simulated step is shortest.
 
-    Unchanged where two cycles are more units than ``UNITS``.
+    Unchanged where two cycles are more units than ``UNITS``: they would take minutes, the closed form has to do.
+
+    Args:
+        factors: cycles to try, times p.
+        parts: numbers of parts to cut the micro-batch into: transfers of one part hide behind computations of another, and
+            fewer activations live, at the price of thinner expert products.
     """
     p = max(a.pa, a.pf)
-    best = None
     if 4 * p * 2 * allocator.model.num_moe_layers > UNITS:
-        return a  # two cycles of so many units take minutes: the closed form has to do
-    for cycle in sorted({max(2, min(f, -(-a.micro_batches // p))) * p for f in factors}):
-        c = replace(allocator.costs, workload=a.workload, cycle=cycle)
-        memory_a = c.attention_memory(pa=a.pa, pf=a.pf, m=a.m, n=a.n, replicas=a.replicas)
-        memory_f = c.expert_memory(pa=a.pa, pf=a.pf, n=a.n, replicas=a.replicas)
-        if memory_a.total > allocator.cluster.gpu.hbm_bytes or memory_f.total > c.f_cluster.gpu.hbm_bytes:
-            continue
-        tried = replace(a, cycle=cycle, memory_a=memory_a, memory_f=memory_f)
-        tried = replace(tried, simulated=simulated_step(allocator, tried)[0])
-        if best is None or tried.step < best.step:
-            best = tried
+        return a
+    best = None
+    for residual in allocator.residuals(a.pa):
+        for k in parts:
+            if a.workload.micro_batch % k or a.workload.micro_batch // k < a.m:
+                continue
+            if allocator.even_sequences and a.workload.micro_batch // k % a.m:
+                continue
+            w = replace(a.workload, micro_batch=a.workload.micro_batch // k)
+            batches = max(1, w.global_batch // w.micro_batch // a.replicas)
+            for cycle in sorted({max(2, min(f, -(-batches // p))) * p for f in factors}):
+                c = replace(allocator.costs, workload=w, cycle=cycle, residual="ride" if residual == "ride" else "direct")
+                tried = allocator.describe(
+                    c, replicas=a.replicas, pa=a.pa, pf=a.pf, m=a.m, n=a.n, nics_a=a.nics_a, nics_f=a.nics_f
+                )
+                if tried.memory_a.total > allocator.cluster.gpu.hbm_bytes or tried.memory_f.total > c.f_cluster.gpu.hbm_bytes:
+                    continue
+                tried = replace(tried, gap=a.gap, rejected=a.rejected, simulated=simulated_step(allocator, tried)[0])
+                if best is None or tried.step < best.step:
+                    best = tried
     return best or a

@@ -14,6 +14,7 @@ from math import exp, log
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
+from torchmoe.alloc.preset_data import GPUS, NODES
 from torchmoe.alloc.units import format_quantity, quantity
 from torchmoe.costs.memory import FP32, MIXED, Precision
 from torchmoe.errors import ConfigError
@@ -192,6 +193,17 @@ class GPUSpec(_Spec):
         if not self.peak_flops or any(not v > 0 for v in self.peak_flops.values()):
             raise ConfigError(f"peak_flops={dict(self.peak_flops)} of {self.name} needs a positive peak for at least one dtype")
 
+    @classmethod
+    def preset(cls, name: str) -> GPUSpec:
+        """An accelerator by name.
+
+        Raises:
+            ConfigError: no such preset.
+        """
+        if name.lower() not in GPUS:
+            raise ConfigError(f"no GPU preset {name!r}; use {', '.join(GPUS)} or give its numbers")
+        return cls(**GPUS[name.lower()])
+
     def peak(self, dtype: str) -> float:
         if dtype not in self.peak_flops:
             raise ConfigError(f"{self.name} has no peak for dtype {dtype!r}; it has {', '.join(self.peak_flops)}")
@@ -260,10 +272,23 @@ class ClusterSpec(_Spec):
     @classmethod
     def _read(cls, key: str, value: Any) -> Any:
         if key == "gpu":
-            from torchmoe.alloc.presets import gpu_preset
-
-            return gpu_preset(value) if isinstance(value, str) else GPUSpec.from_dict(value)
+            return GPUSpec.preset(value) if isinstance(value, str) else GPUSpec.from_dict(value)
         return super()._read(key, value)
+
+    @classmethod
+    def preset(cls, text: str) -> ClusterSpec:
+        """A cluster such as ``h800x128``: the kind and its number of GPUs (whole nodes, or a part of one).
+
+        Raises:
+            ConfigError: no such kind, no number of GPUs, or nodes that are not whole.
+        """
+        kind, _, number = text.lower().rpartition("x")
+        if kind not in NODES or not number.isdigit() or not int(number):
+            raise ConfigError(
+                f"no cluster preset {text!r}; write KINDxGPUS with KIND one of {', '.join(NODES)} (h800x128), or give a JSON file"
+            )
+        one = cls(name=text, gpu=GPUSpec.preset(kind), nodes=1, network_efficiency=0.85, **NODES[kind])
+        return replace(one.resized(int(number)), name=text)
 
     @property
     def gpus(self) -> int:
@@ -300,10 +325,8 @@ class ClusterSpec(_Spec):
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any]) -> ClusterSpec:
         """A preset ("h800x128": kind and GPUs), a JSON or YAML file, or a mapping."""
-        from torchmoe.alloc.presets import cluster_preset
-
         if isinstance(source, str) and not source.endswith((".json", ".yaml", ".yml")):
-            return cluster_preset(source)
+            return cls.preset(source)
         return cls.from_dict(load_mapping(source))
 
 

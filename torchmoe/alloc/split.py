@@ -14,6 +14,7 @@ from torchmoe.costs.memory import MemoryParts, attention_rank_memory, expert_ran
 from torchmoe.costs.model import ModelShape
 from torchmoe.costs.traffic import LayerTraffic, layer_traffic, split_sizes
 from torchmoe.errors import ConfigError
+from torchmoe.placement import Residual
 
 __all__ = ["SplitCosts"]
 
@@ -26,7 +27,8 @@ class SplitCosts:
     """Costs of splitting ``model`` over attention GPUs of ``cluster`` and FFN GPUs of ``ffn_cluster`` (default: the same).
 
     Args:
-        residual: how the residual reaches the next attention group when there are several.
+        residual: how the residual reaches the next attention group when there are several: "direct", or "ride" on the rows;
+            then the shared experts and a second ffn_norm are on the expert ranks.
         cycle: micro-batches issued per chunk (AF-Pipe's G); None: 4p.
     """
 
@@ -34,27 +36,32 @@ class SplitCosts:
     model: ModelShape
     workload: Workload
     ffn_cluster: ClusterSpec | None = None
-    residual: str = "direct"
+    residual: Residual = "direct"
     cycle: int | None = None
 
     @property
     def f_cluster(self) -> ClusterSpec:
         return self.ffn_cluster or self.cluster
 
+    def rides(self, pa: int) -> bool:
+        """Whether the residual rides (with one attention group it stays where it is)."""
+        return self.residual == "ride" and pa > 1
+
     # ---- attention side
     def group_layers(self, p: int, j: int) -> list[int]:
         """MoE layers (counted from 0) of group j of p."""
         return list(range(j, self.model.num_moe_layers, p))
 
-    def attention_seconds(self, sequences: float, *, layer: int) -> float:
-        """Forward and backward of block ``layer`` (all blocks counted) for ``sequences`` whole sequences on one GPU."""
+    def attention_seconds(self, sequences: float, *, layer: int, shared: bool = True) -> float:
+        """Forward and backward of block ``layer`` (all blocks counted) for ``sequences`` whole sequences on one GPU, with its
+        shared experts or without."""
         if sequences <= 0:
             return 0.0
         w, gpu = self.workload, self.cluster.gpu
         f = layer_flops(self.model, layer=layer, seq_len=w.seq_len, causal=w.causal)
         peak, tokens = gpu.peak(w.dtype), sequences * w.seq_len
         again = 1.0 if w.recompute == "full" else 0.0
-        gemms = (f.attention - f.scores) * tokens / (peak * gpu.gemm(tokens))
+        gemms = (f.attention - f.scores - (0.0 if shared else f.shared)) * tokens / (peak * gpu.gemm(tokens))
         scores = f.scores * tokens / (peak * gpu.attention(w.seq_len))
         return gemms * (3 + again) + scores * (1 + FLASH_BACKWARD + again)
 
@@ -70,7 +77,11 @@ class SplitCosts:
         """One micro-batch through the busiest of p attention groups of m GPUs (dense layers and head where they are)."""
         w, shape = self.workload, self.model
         sequences = w.micro_batch / m if even else -(-w.micro_batch // m)
-        by_window = {i: self.attention_seconds(sequences, layer=shape.num_dense_layers + i) for i in range(len(shape.windows))}
+        shared = not self.rides(p)
+        by_window = {
+            i: self.attention_seconds(sequences, layer=shape.num_dense_layers + i, shared=shared)
+            for i in range(len(shape.windows))
+        }
         dense = sum(self.attention_seconds(sequences, layer=i) for i in range(shape.num_dense_layers))
         busiest = 0.0
         for j in range(p):
@@ -81,8 +92,9 @@ class SplitCosts:
         return busiest
 
     # ---- FFN side
-    def expert_seconds(self, n: int) -> float:
-        """Forward and backward of one layer's experts for one micro-batch on the busiest of n ranks."""
+    def expert_seconds(self, n: int, pa: int = 1) -> float:
+        """Forward and backward of one layer's experts for one micro-batch on the busiest of n ranks; where the residual rides
+        (pa attention groups), with the shared experts of a 1/n of the tokens."""
         w, shape, gpu = self.workload, self.model, self.f_cluster.gpu
         most = -(-shape.num_experts // n)
         share = most / shape.num_experts * w.imbalance
@@ -91,13 +103,18 @@ class SplitCosts:
         factor = recompute_factor("none", save=w.save, matrices=shape.matrices)
         products = flops * factor / (gpu.peak(w.dtype) * gpu.grouped_gemm(per_expert))
         weights = most * shape.expert_params * w.precision.weight * factor / gpu.hbm_bandwidth
-        return max(products, weights)
+        shared = 0.0
+        if self.rides(pa) and shape.shared_dim:
+            tokens = w.tokens / n
+            f = layer_flops(shape, layer=shape.num_layers - 1, seq_len=w.seq_len, causal=w.causal)
+            shared = 3 * f.shared * tokens / (gpu.peak(w.dtype) * gpu.gemm(tokens))
+        return max(products, weights) + shared
 
     # ---- network
     def traffic(self, n: int, pa: int) -> LayerTraffic:
         """Expected bytes per token and layer with n FFN ranks."""
         w, shape = self.workload, self.model
-        residual = "local" if pa == 1 else self.residual
+        residual: Residual = "local" if pa == 1 else self.residual
         return _traffic(shape.dim, shape.num_experts, shape.top_k, n, w.itemsize, residual)
 
     def wire_bytes(self, n: int, pa: int) -> tuple[float, float]:
@@ -141,6 +158,7 @@ class SplitCosts:
                     precision=w.precision,
                     recompute=w.recompute,
                     optimizer_copies=m * replicas if w.shard_optimizer else 1,
+                    shared=not self.rides(pa),
                     allowance=self.cluster.reserved_bytes,
                 )
             )
@@ -161,6 +179,7 @@ class SplitCosts:
             precision=w.precision,
             save=w.save,
             optimizer_copies=replicas if w.shard_optimizer else 1,
+            ride_tokens=w.tokens / n if self.rides(pa) else 0.0,
             allowance=self.f_cluster.reserved_bytes,
         )
 
@@ -170,12 +189,12 @@ class SplitCosts:
 
 
 @cache
-def _traffic(dim: int, experts: int, k: int, n: int, itemsize: int, residual: str) -> LayerTraffic:
+def _traffic(dim: int, experts: int, k: int, n: int, itemsize: int, residual: Residual) -> LayerTraffic:
     return layer_traffic(
         dim=dim,
         num_experts=experts,
         top_k=k,
         ffn_ranks=n,
         itemsize=itemsize,
-        residual=residual,  # type: ignore[arg-type]
+        residual=residual,
     )

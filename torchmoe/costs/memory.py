@@ -126,7 +126,13 @@ def live_units_af(*, num_layers: int, pa: int, pf: int, role: str, cycle: int | 
 
 
 def attention_saved_bytes(
-    shape: ModelShape, *, itemsize: int = 2, moe: bool = True, fused_norm: bool = True, index_itemsize: int = 8
+    shape: ModelShape,
+    *,
+    itemsize: int = 2,
+    moe: bool = True,
+    fused_norm: bool = True,
+    index_itemsize: int = 8,
+    shared: bool = True,
 ) -> float:
     """Bytes per token that the attention half of a block keeps for backward, with a fused attention kernel.
 
@@ -137,6 +143,7 @@ def attention_saved_bytes(
 
     Args:
         fused_norm: a norm keeps its input and the root mean square; composed from plain operations (CPU) also the quotient.
+        shared: whether the shared experts run here.
     """
     d, h, kv = shape.dim, shape.num_heads, shape.num_kv_heads
     twice = 1 if fused_norm else 2
@@ -152,8 +159,8 @@ def attention_saved_bytes(
             elements += (h + kv) * shape.qk_dim * twice
             norms += h + kv
     router = 4 * (shape.num_experts + 1) + shape.top_k * (4 + index_itemsize) if moe else 0
-    shared = dense_saved_bytes(shape, width=shape.shared_dim, itemsize=itemsize) if moe and shape.shared_dim else 0
-    return elements * itemsize + 4 * (h + norms) + router + shared
+    kept = dense_saved_bytes(shape, width=shape.shared_dim, itemsize=itemsize) if shared and moe and shape.shared_dim else 0
+    return elements * itemsize + 4 * (h + norms) + router + kept
 
 
 def dense_saved_bytes(shape: ModelShape, *, width: int, itemsize: int = 2) -> float:
@@ -221,6 +228,7 @@ def attention_rank_memory(
     optimizer_copies: int = 1,
     allowance: float = 0.0,
     fused_norm: bool = True,
+    shared: bool = True,
 ) -> MemoryParts:
     """Bytes of one rank of an attention group.
 
@@ -233,15 +241,17 @@ def attention_rank_memory(
         recompute: "full" keeps only a unit's input and what was dispatched.
         optimizer_copies: ranks over which master copy and moments are sharded.
         fused_norm: see :func:`attention_saved_bytes`.
+        shared: whether the shared experts live here; where the residual rides they are on the expert ranks.
     """
-    params = layers * shape.attention_side_params + dense_layers * (shape.attention_params + shape.dim + shape.dense_params)
+    params = layers * (shape.attention_side_params - (0 if shared else shape.shared_params))
+    params += dense_layers * (shape.attention_params + shape.dim + shape.dense_params)
     params += shape.embedding_params * embedding + shape.head_params * head
     item = precision.activation
     row = shape.dim * item
     if recompute == "full":
         unit = 2.0 * row
     else:
-        unit = attention_saved_bytes(shape, itemsize=item, fused_norm=fused_norm)
+        unit = attention_saved_bytes(shape, itemsize=item, fused_norm=fused_norm, shared=shared)
         if dense_layers:  # they run inside the units of one of the group's layers
             dense = attention_saved_bytes(shape, itemsize=item, moe=False, fused_norm=fused_norm) + dense_saved_bytes(
                 shape, width=shape.dense_dim, itemsize=item
@@ -280,18 +290,27 @@ def expert_rank_memory(
     save: str = "preact",
     optimizer_copies: int = 1,
     allowance: float = 0.0,
+    ride_tokens: float = 0.0,
 ) -> MemoryParts:
     """Bytes of one rank of an FFN group: ``experts`` experts of each of ``layers`` layers.
 
     Args:
         rows, pairs: received rows and (row, expert) pairs of one micro-batch and layer on this rank.
         live_units: (layer, micro-batch) pairs held at the peak.
+        ride_tokens: where the residual rides, tokens whose residual and shared experts this rank adds: it then also holds the
+            un-normalised rows, ffn_norm, the shared experts, and what they keep (their input, their set, their output).
     """
     item = precision.activation
     row = shape.dim * item
     kept = expert_saved_bytes(shape, save=save, itemsize=item, rows=rows, pairs=pairs, experts=experts)
+    params = experts * shape.expert_params
+    if ride_tokens:
+        params += shape.dim + shape.shared_params
+        kept += rows * (row + 4)
+        if shape.shared_dim:
+            kept += ride_tokens * (2 * row + dense_saved_bytes(shape, width=shape.shared_dim, itemsize=item))
     return MemoryParts(
-        **_state(layers * experts * shape.expert_params, precision, optimizer_copies),
+        **_state(layers * params, precision, optimizer_copies),
         activations=live_units * kept,
         routing=live_units * rows * shape.top_k * 8,
         exchange=rows * 4 * row,

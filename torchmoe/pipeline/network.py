@@ -22,6 +22,7 @@ class Links:
     Args:
         bandwidth: payload bytes per second and direction of one rank's NIC; inf for free transfers.
         latency: seconds from the last byte sent to the receiver's knowing it.
+        latencies: of the groups whose NICs are of another kind; a message takes the mean of its two ends'.
         host_latency: the same for counts and ids, default ``latency``.
         handshake: seconds from posting a receive to the sender's knowing it; nothing travels before.
         send_overhead: seconds of the issuing rank per message to one peer.
@@ -37,6 +38,7 @@ class Links:
     handshake: float = 0.0
     send_overhead: float = 0.0
     nics: Mapping[str, float] = field(default_factory=dict)
+    latencies: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0:
@@ -45,9 +47,16 @@ class Links:
             value = getattr(self, name)
             if value is not None and not (0 <= value < math.inf):
                 raise ConfigError(f"{name}={value} must be 0 or more seconds, and finite")
+        for group, value in self.latencies.items():
+            if not (0 <= value < math.inf):
+                raise ConfigError(f"latencies[{group!r}]={value} must be 0 or more seconds, and finite")
         for group, n in self.nics.items():
             if not (0 < n < math.inf):
                 raise ConfigError(f"nics[{group!r}]={n} must be positive; every group needs a link")
+
+    def between(self, source: str, target: str) -> float:
+        """Latency of a message from one group to another, seconds."""
+        return (self.latencies.get(source, self.latency) + self.latencies.get(target, self.latency)) / 2
 
 
 def fair_rates(flows: Mapping[tuple[int, int], int], egress: list[float], ingress: list[float]) -> dict[tuple[int, int], float]:

@@ -459,7 +459,7 @@ class _Run:
             self._left(name)
 
     def _left(self, name: _Name) -> None:
-        latency = self.links.latency
+        latency = self.links.between(self.actors[name[3]].group, self.actors[name[4]].group)
         if self.links.host_latency is not None and name[0] in ("counts", "ids", "labels"):
             latency = self.links.host_latency
         if latency:
