@@ -120,6 +120,9 @@ def test_fixed_sizes_send_no_counts_and_always_the_capacity() -> None:
     stride = 16 * -(-(8 * toy.dim + 8 * toy.top_k + 8) // 16)
     assert {k for k, _, _ in seen} == {"dispatch", "combine", "d_combine", "d_dispatch"}
     assert {v for (k, _, _), v in seen.items() if k == "dispatch"} == {(1, 21 * stride)}
+    ids = {(layer, 0): sequences for layer, sequences in enumerate(toy.ids)}
+    got = exchange_traffic(toy.placement, ids, dim=toy.dim, top_k=toy.top_k, itemsize=8, capacity=20)
+    assert seen == {k: (v.messages, v.num_bytes) for k, v in got.items()}
 
 
 def test_riding_saves_one_row_in_2r_plus_1_and_one_in_r_plus_1_of_the_way_back() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from recipes.common import Recipe
@@ -28,8 +29,24 @@ def cpu_4a4f() -> Any:
     return RECIPE.disaggregated([1, 1], [1, 1])
 
 
+def all_options() -> Any:
+    """Head on FFN ranks, riding residuals, weight gradients apart, recompute on both roles."""
+    from torchtitan.distributed.activation_checkpoint import FullAC
+
+    config = RECIPE.disaggregated([1, 1], [1, 1])
+    disag = config.disag
+    disag.head, disag.residual, disag.weights_held, disag.save = "ffn", "ride", 2, "input"
+    config.activation_checkpoint = FullAC.Config()
+    return config
+
+
 def homogeneous() -> Any:
     return RECIPE.homogeneous()
+
+
+def dense_last() -> Any:
+    """The last block has no experts."""
+    return replace(RECIPE, model=replace(RECIPE.model, dense=(2,))).disaggregated([2], [2])
 
 
 def tied() -> Any:

@@ -1,9 +1,11 @@
-"""Stop and resume is bitwise; a checkpoint of 2A2F and one of a single process load each other, optimizer included."""
+"""Stop and resume is bitwise; a checkpoint of a layout and one of a single process load each other, optimizer included, and
+torchtitan's validation of the single process gives the same loss as ours."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ STEPS, STOP = 6, 3
 def _trainer(recipe: str, folder: str, text: str, load_step: int = -1) -> Any:
     import logging
 
+    from torchtitan.components.validate import Validator
+
     from tests.e2e import recipe as recipes
     from torchmoe.titan.data import TextDataLoader
 
@@ -25,10 +29,14 @@ def _trainer(recipe: str, folder: str, text: str, load_step: int = -1) -> Any:
     config = getattr(recipes, recipe)()
     config.dump_folder = folder
     config.dataloader = TextDataLoader.Config(folder=text)
+    held_out = TextDataLoader.Config(folder=text, split="held_out", infinite=False)
+    config.validator = Validator.Config(enable=True, steps=-1, dataloader=held_out)
     config.checkpoint.enable, config.checkpoint.interval, config.checkpoint.load_step = True, STOP, load_step
     trainer = config.build()
     trainer.losses = []
     trainer.metrics_processor.log = lambda step, loss, *_, **__: trainer.losses.append(loss)
+    trainer.validated = []
+    trainer.metrics_processor.log_validation = lambda loss, step: trainer.validated.append(loss)
     trainer.checkpointer.load(step=load_step)
     return trainer
 
@@ -101,6 +109,8 @@ def single(ctx: Any, folder: str, text: str) -> dict[str, Any]:
             "final": _state(trainer),
             "position": trainer.dataloader.state_dict(),
         }
+        trainer.validator.validate(trainer.model_parts, STEPS)
+        out["validated"] = trainer.validated[0]
         trainer.close()
     return out
 
@@ -108,6 +118,8 @@ def single(ctx: Any, folder: str, text: str) -> dict[str, Any]:
 def load_only(ctx: Any, recipe: str, folder: str, text: str) -> dict[str, Any]:
     trainer = _trainer(recipe, folder, text, load_step=STEPS)
     out = {"state": _state(trainer), "position": trainer.dataloader.state_dict(), "step": trainer.step}
+    trainer.validator.validate(trainer.model_parts, STEPS)
+    out["validated"] = trainer.validated[0]
     trainer.close()
     return out
 
@@ -153,13 +165,24 @@ def test_a_single_process_loads_a_disaggregated_checkpoint_and_goes_on(runs: dic
     assert one["position"] == {"next_sequence": STEPS * 16}
 
 
-@pytest.mark.parametrize("recipe", ["cpu_2a2f", "cpu_4a4f"])
+def test_every_option_at_once_resumes_bitwise(tmp_path: Path, text: str, runs: dict[str, Any]) -> None:
+    ranks = run_ranks(disaggregated, 4, backend="gloo", timeout=240, args=("all_options", str(tmp_path), text))
+    for r in ranks:
+        assert r["resumed"] == r["losses"][STOP:] and r["same"]
+    assert ranks[0]["losses"] == pytest.approx(runs["ranks"][0]["losses"], abs=1e-5)
+    plain = runs["ranks"][0]["middle"]
+    biases = {k: v for r in ranks for k, v in r["middle"].items() if "expert_bias_E" in k}
+    assert len(biases) == 3 and all(torch.equal(v, plain[k]) for k, v in biases.items())  # recomputed tokens count once
+
+
+@pytest.mark.parametrize("recipe", ["cpu_2a2f", "cpu_4a4f", "all_options"])
 def test_a_disaggregated_run_loads_the_checkpoint_of_a_single_process(runs: dict[str, Any], text: str, recipe: str) -> None:
     final = runs["one"]["final"]
     seen = set()
     for rank, r in enumerate(run_ranks(load_only, 4, backend="gloo", timeout=240, args=(recipe, str(runs["folder"]), text))):
         assert r["step"] == STEPS
         assert r["position"] == ({"next_sequence": STEPS * 16} if rank < 2 else {})
+        assert r["validated"] == pytest.approx(runs["one"]["validated"], abs=1e-5)
         for key, value in r["state"].items():
             assert torch.equal(final[key], value), key
             seen.add(key)

@@ -1,4 +1,5 @@
-"""torchtitan's own tokenizer and data loader feed a disaggregated run, and a finite loader ends it on every rank."""
+"""torchtitan's own tokenizer and data loader feed a disaggregated run; a finite loader ends it on every rank, and validation runs
+at its interval."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ WORDS = [f"word{i}" for i in range(60)]
 def train(ctx: Any, kind: str, folder: str) -> dict[str, Any]:
     import logging
 
+    from torchtitan.components.validate import Validator
+
     from tests.e2e.recipe import RECIPE
     from torchmoe.titan.data import TextDataLoader
 
@@ -22,6 +25,7 @@ def train(ctx: Any, kind: str, folder: str) -> dict[str, Any]:
     config = RECIPE.disaggregated([1], [1])
     if kind == "finite":
         config.dataloader = TextDataLoader.Config(folder=folder, infinite=False)
+        config.validator = Validator.Config(enable=True, freq=2, steps=1, dataloader=TextDataLoader.Config(folder=folder))
         config.training.steps = 1000
     else:
         import datasets
@@ -36,9 +40,11 @@ def train(ctx: Any, kind: str, folder: str) -> dict[str, Any]:
     trainer = config.build()
     losses: list[float] = []
     trainer.metrics_processor.log = lambda step, loss, *_, **__: losses.append(loss)
+    validated: list[int] = []
+    trainer.metrics_processor.log_validation = lambda loss, step: validated.append(step)
     trainer.train()
     windows = trainer.dataloader.sequences.windows if kind == "finite" and trainer.is_attention else None
-    return {"losses": losses, "windows": windows}
+    return {"losses": losses, "windows": windows, "validated": validated}
 
 
 def test_a_finite_loader_ends_the_run_on_every_rank(tmp_path: Path) -> None:
@@ -47,6 +53,7 @@ def test_a_finite_loader_ends_the_run_on_every_rank(tmp_path: Path) -> None:
     attention, ffn = run_ranks(train, 2, backend="gloo", timeout=200, args=("finite", str(tmp_path)))
     assert len(attention["losses"]) == attention["windows"] // 16 > 3
     assert ffn["losses"] == attention["losses"]
+    assert attention["validated"] == ffn["validated"] == [1, *range(2, len(attention["losses"]) + 1, 2)]
 
 
 def test_the_tokenizer_and_dataset_classes_of_torchtitan_work(tmp_path: Path) -> None:

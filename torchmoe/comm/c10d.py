@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchmoe.comm.heartbeat import Heartbeat
+from torchmoe.comm.heartbeat import Finding, Heartbeat
 from torchmoe.comm.transport import P2P, Message, Work, check_op
 from torchmoe.errors import ConfigError, ExchangeError, ExchangeTimeout, PeerLost
 from torchmoe.placement import Communicator, Deadlines
 
-__all__ = ["C10dTransport"]
+__all__ = ["C10dTransport", "is_lost"]
 
 # The deadline is ours; gloo must never close a connection by itself while a receive is posted ahead of its turn.
 FOREVER = datetime.timedelta(days=30)
@@ -39,6 +39,16 @@ LOST = (
     "not connected",
     "remote process exited",
 )
+
+
+LATE = ("Timed out", "timed out", "timeout")
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error says that some other rank is gone or late: one of ours, or what a torch.distributed collective raises."""
+    if isinstance(error, (ExchangeError, dist.DistError)):
+        return True
+    return isinstance(error, RuntimeError) and any(s in str(error) for s in (*LOST, *LATE))
 
 
 class _Op:
@@ -328,6 +338,10 @@ class C10dTransport:
         """Tell the other ranks why this one gives up, for errors that did not come from this transport."""
         if self._heartbeat is not None:
             self._heartbeat.report(f"{type(error).__name__}: {error}")
+
+    def examine(self) -> Finding:
+        """Which ranks are dead, and which gave up first. Takes about half a second; nothing is found without a heartbeat."""
+        return Finding() if self._heartbeat is None else self._heartbeat.examine()
 
     def stop_threads(self) -> None:
         """End the heartbeat and the waiters. Registered for the interpreter's exit: a thread that is inside the store or gloo

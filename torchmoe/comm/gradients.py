@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -49,20 +49,23 @@ def counts_in_norm(placement: Placement, rank: int) -> bool:
 
 
 @torch.no_grad()
-def global_norm(parameters: Iterable[Tensor], *, counted: bool, group: Any = None, norm_type: float = 2.0) -> Tensor:
+def global_norm(
+    parameters: Iterable[Tensor], *, counted: bool | Collection[Tensor], group: Any = None, norm_type: float = 2.0
+) -> Tensor:
     """Norm of all gradients of the model, each counted once, over both roles: a scalar, the same on every rank.
 
     Call after :func:`sum_gradients`, on every rank of ``group`` (default: all).
 
     Args:
-        counted: whether this rank's gradients are counted, see :func:`counts_in_norm`.
+        counted: whether this rank's gradients are counted, see :func:`counts_in_norm`; or those of its parameters that are.
         norm_type: 2 or infinity.
     """
     if norm_type not in (2.0, float("inf")):
         raise ConfigError(f"norm_type={norm_type} is not supported; use 2.0 or float('inf')")
-    have = [_local(p.grad) for p in parameters if p.grad is not None]
+    have = [p for p in parameters if p.grad is not None]
     device = have[0].device if have else None  # also of a rank that is not counted: the sum runs where the gradients are
-    grads = have if counted else []
+    chosen = {id(p) for p in (have if counted is True else () if counted is False else counted)}
+    grads = [_local(p.grad) for p in have if p.grad is not None and id(p) in chosen]
     wide = torch.promote_types(grads[0].dtype, torch.float32) if grads else torch.float32
     # fp64 on the wire: ranks without a counted gradient do not know the others' dtype
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -75,7 +78,9 @@ def global_norm(parameters: Iterable[Tensor], *, counted: bool, group: Any = Non
 
 
 @torch.no_grad()
-def clip_by_global_norm(parameters: Iterable[Tensor], max_norm: float, *, counted: bool, group: Any = None) -> Tensor:
+def clip_by_global_norm(
+    parameters: Iterable[Tensor], max_norm: float, *, counted: bool | Collection[Tensor], group: Any = None
+) -> Tensor:
     """Scale all gradients so that their global norm is at most ``max_norm``; returns the norm before."""
     params = list(parameters)
     norm = global_norm(params, counted=counted, group=group)

@@ -11,9 +11,27 @@ import contextlib
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["Heartbeat"]
+__all__ = ["Finding", "Heartbeat", "Reason"]
+
+
+class Reason(NamedTuple):
+    """Why a rank gave up, in its own words."""
+
+    rank: int
+    text: str
+
+
+class Finding(NamedTuple):
+    """What a rank found out about the others after an error."""
+
+    dead: tuple[int, ...] = ()
+    """No heartbeat, and no reason given."""
+    first: Reason | None = None
+    """Who gave up first with a reason."""
+    silent_store: str = ""
+    """Not empty: the store itself does not answer, so nothing is known of the ranks."""
 
 
 class Heartbeat:
@@ -53,23 +71,33 @@ class Heartbeat:
         except Exception:  # the store itself is gone: nobody can be told
             return
 
-    def verdict(self) -> str:
-        """Which ranks are dead and which gave up first, as a sentence; empty if all are alive. Takes about 2.5 intervals."""
+    def examine(self) -> Finding:
+        """Which ranks are dead and which gave up first. Takes about 2.5 intervals."""
         ranks = [r for r in range(self.world_size) if r != self.rank]
         try:
             first = self._counts(ranks)
             time.sleep(2.5 * self.interval)
             second = self._counts(ranks)
             reasons = self._reasons(ranks)
-            dead = [r for r in ranks if first[r] == second[r] and r not in reasons and not self._ended(r)]
+            dead = tuple(r for r in ranks if first[r] == second[r] and r not in reasons and not self._ended(r))
         except Exception as e:
-            return f"the store does not answer ({type(e).__name__}): the process that hosts it (rank 0, or the launcher) is dead"
-        parts = []
-        if dead:
-            parts.append(f"dead or stopped: {_names(dead)}, no heartbeat for {2.5 * self.interval:.1f} s")
-        if reasons:
-            _, text, rank = min((order, text, r) for r, (order, text) in reasons.items())
-            parts.append(f"rank {rank} gave up first: {text}")
+            return Finding(
+                silent_store=f"the store does not answer ({type(e).__name__}): the process that hosts it "
+                "(rank 0, or the launcher) is dead"
+            )
+        if not reasons:
+            return Finding(dead)
+        _, text, rank = min((order, text, r) for r, (order, text) in reasons.items())
+        return Finding(dead, Reason(rank, text))
+
+    def verdict(self) -> str:
+        """:meth:`examine` as a sentence; empty if all are alive."""
+        found = self.examine()
+        parts = [found.silent_store] if found.silent_store else []
+        if found.dead:
+            parts.append(f"dead or stopped: {_names(found.dead)}, no heartbeat for {2.5 * self.interval:.1f} s")
+        if found.first is not None:
+            parts.append(f"rank {found.first.rank} gave up first: {found.first.text}")
         return "; ".join(parts)
 
     # ---- inside

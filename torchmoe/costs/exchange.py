@@ -80,9 +80,10 @@ def exchange_traffic(
     itemsize: int = 4,
     residual: Residual | None = None,
     combine: Literal["partial", "slots"] = "partial",
+    capacity: int | None = None,
     backward: bool = True,
 ) -> dict[tuple[str, int, int], Traffic]:
-    """Messages, rows and bytes per (kind, source rank, destination rank) of one step with exact sizes.
+    """Messages, rows and bytes per (kind, source rank, destination rank) of one step.
 
     Args:
         placement: the layout.
@@ -92,6 +93,7 @@ def exchange_traffic(
         itemsize: bytes of a row's element; gates have max(4, itemsize).
         residual: how the residual travels; default of the placement.
         combine: rows that come back: per (token, rank) or per slot.
+        capacity: fixed sizes: nothing is counted and every payload between A and F has that many rows. None: exact sizes.
         backward: whether gradients are exchanged, too.
     """
     residual = placement.default_residual if residual is None else residual
@@ -112,16 +114,18 @@ def exchange_traffic(
         for replica in range(placement.replicas):
             rows = _count(placement, layer, replica, sequences, ride=residual == "ride")
             returned = rows.slots if combine == "slots" else rows.rows
+            pairs = [(s, d) for s in placement.ranks(a, replica) for d in placement.ranks(f, replica)]
             home, there, back = rows.sum(rows.rows, 0), rows.sum(returned, 1), rows.sum(returned, 0)
-            add(
-                "counts",
-                {(s, d): 0 for s in placement.ranks(a, replica) for d in placement.ranks(f, replica)},
-                counts_bytes(placement.size(nxt)),
-            )
+            gradients = rows.sum(rows.rows, 1)
+            if capacity is None:
+                add("counts", dict.fromkeys(pairs, 0), counts_bytes(placement.size(nxt)))
+            else:
+                home = back = dict.fromkeys(pairs, capacity)
+                there = gradients = {(s, d): capacity for s in placement.ranks(nxt, replica) for d in placement.ranks(f, replica)}
             add("dispatch", home)
             add("combine", _reverse(there))
             if backward:
-                add("d_combine", rows.sum(rows.rows, 1))
+                add("d_combine", gradients)
                 add("d_dispatch", _reverse(back))
             for kind in ("ids", "labels", "residual"):
                 if placement.has_edge(kind, layer, residual):

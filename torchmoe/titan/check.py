@@ -1,4 +1,4 @@
-"""Checks at build that the split computes what the unsplit block computes."""
+"""Refusals before anything is launched, and the check that a split block computes what the unsplit one does."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAt
 
 from torchmoe.errors import ConfigError
 from torchmoe.experts import FusedExpertMLP, RankExperts
+from torchmoe.placement import Placement
 from torchmoe.titan.exact import exact_casts
-from torchmoe.titan.split import attention_half
+from torchmoe.titan.options import exchange_plan, placement_of, schedules
+from torchmoe.titan.split import attention_half, refuse_head
 
-__all__ = ["check_block"]
+__all__ = ["check_block", "check_config", "check_model"]
 
 TOLERANCE = 1e-4
 _EXPERTS = 8
@@ -96,3 +98,67 @@ def check_block(config: Any, name: str) -> None:
             f"{name}: {kind} computes something else than h + attention(norm(h)) followed by the MoE: split and unsplit forward "
             f"differ by {error:.1e} (allowed {TOLERANCE:g}); use a block with this structure, or train it unsplit"
         )
+
+
+def check_config(config: Any) -> Placement:
+    """Refuse what a disaggregated run cannot do, before anything is launched. Returns the placement."""
+    placement = placement_of(config)
+    training, parallelism = config.training, config.parallelism
+    batch, micro = training.local_batch_size, parallelism.pipeline_parallel_microbatch_size
+    if batch % micro:
+        raise ConfigError(
+            f"training.local_batch_size={batch} (sequences of a step) is not a multiple of "
+            f"parallelism.pipeline_parallel_microbatch_size={micro}; change one of them"
+        )
+    most = max(placement.attention) * placement.replicas
+    if micro < most:
+        raise ConfigError(
+            f"a micro-batch of {micro} sequences over {most} attention ranks leaves some without any; raise "
+            "parallelism.pipeline_parallel_microbatch_size, or use fewer attention ranks"
+        )
+    degrees = {
+        name: getattr(parallelism, name)
+        for name in (
+            "data_parallel_replicate_degree",
+            "tensor_parallel_degree",
+            "context_parallel_degree",
+            "pipeline_parallel_degree",
+            "expert_parallel_degree",
+        )
+    }
+    for name, degree in degrees.items():
+        if degree != 1:
+            raise ConfigError(f"parallelism.{name}={degree}: in a disaggregated run the groups come from disag; set it to 1")
+    if config.compile.enable:
+        raise ConfigError("compile.enable is not supported in a disaggregated run yet; switch it off")
+    if config.validator.enable and not hasattr(config.validator.dataloader, "infinite"):
+        raise ConfigError(
+            f"validator.dataloader of {type(config.validator.dataloader).__qualname__} has no option 'infinite', by which "
+            "validation says whether to stop at the end of the data; add it, or set validator.enable=False"
+        )
+    exchange_plan(config, placement)
+    schedules(placement, config.disag, batch // micro)
+    check_model(config.model_spec.model, placement)
+    return placement
+
+
+def check_model(model_config: Any, placement: Placement) -> None:
+    """Refuse a model that cannot be split in this placement.
+
+    Raises:
+        ConfigError: a head that cannot be where it is wanted, or a block that computes something else than its split form.
+    """
+    moe = [i for i, layer in enumerate(model_config.layers) if getattr(layer, "moe", None) is not None]
+    refuse_head(
+        placement,
+        tied=getattr(model_config, "enable_weight_tying", False),
+        trailing=[f"layers.{i}" for i in range(moe[-1] + 1, len(model_config.layers))],
+    )
+    seen = set()
+    for i, layer in enumerate(model_config.layers):
+        if getattr(layer, "moe", None) is None:
+            continue
+        kind = (type(layer), type(layer.attention), type(layer.moe), layer.moe.shared_experts is None)
+        if kind not in seen:
+            seen.add(kind)
+            check_block(layer, f"layers.{i}")

@@ -18,7 +18,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchmoe.errors import ConfigError
 from torchmoe.titan.text import load_corpus
 
-__all__ = ["ByteTokenizer", "Sequences", "TextDataLoader"]
+__all__ = ["ByteTokenizer", "NoData", "Sequences", "TextDataLoader"]
 
 
 class ByteTokenizer(BaseTokenizer):
@@ -74,6 +74,26 @@ class Sequences:
             window = int(self._order[at])
         tokens = self.text[window * self.seq_len : (window + 1) * self.seq_len + 1].long()
         return tokens[:-1], tokens[1:]
+
+
+class NoData(BaseDataLoader):
+    """The data loader of FFN ranks: they read nothing and have no position to save."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        pass
+
+    def __init__(self, config: Config, **kwargs: Any) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        return iter(())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
 
 
 class TextDataLoader(BaseDataLoader):

@@ -14,7 +14,7 @@ from torchtitan.protocols.module import Module, ModuleDict
 from torchmoe.experts import FusedExpertMLP, RankExperts
 from torchmoe.titan.checkpoint import ExpertShards
 
-__all__ = ["ExpertPart", "LocalExperts"]
+__all__ = ["ExpertPart", "LocalExperts", "expert_block"]
 
 _WEIGHTS = ("w1_EFD", "w2_EDF", "w3_EFD")
 
@@ -41,11 +41,14 @@ class LocalExperts(Module):
         owned: logical ids of the local experts.
         num_experts: logical experts of the layer.
         dim, hidden_dim: D and F.
+        save: what they keep for backward, see :class:`~torchmoe.experts.FusedExpertMLP`.
     """
 
-    def __init__(self, owned: Sequence[int], num_experts: int, dim: int, hidden_dim: int, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, owned: Sequence[int], num_experts: int, dim: int, hidden_dim: int, *, dtype: torch.dtype, save: str = "preact"
+    ) -> None:
         super().__init__()
-        self.owned, self.num_experts = tuple(owned), num_experts
+        self.owned, self.num_experts, self.save = tuple(owned), num_experts, save
         n = len(self.owned)
         shapes = {"w1_EFD": (n, hidden_dim, dim), "w2_EDF": (n, dim, hidden_dim), "w3_EFD": (n, hidden_dim, dim)}
         for name, shape in shapes.items():
@@ -55,10 +58,10 @@ class LocalExperts(Module):
         self.register_load_state_dict_pre_hook(_from_shards)
 
     @classmethod
-    def take(cls, experts: GroupedExperts, owned: Sequence[int]) -> LocalExperts:
+    def take(cls, experts: GroupedExperts, owned: Sequence[int], *, save: str = "preact") -> LocalExperts:
         """The local part of a (meta) GroupedExperts, with its initialisers."""
         total, hidden, dim = experts.w1_EFD.shape
-        local = cls(owned, total, dim, hidden, dtype=experts.w1_EFD.dtype)
+        local = cls(owned, total, dim, hidden, dtype=experts.w1_EFD.dtype, save=save)
         local._param_init = experts._param_init
         return local
 
@@ -67,7 +70,7 @@ class LocalExperts(Module):
         if not self.owned:
             return _NoExperts()
         if self._stage is None or self._stage[0] is not self.w1_EFD:
-            mlp = FusedExpertMLP.from_parameters(self.w1_EFD, self.w2_EDF, self.w3_EFD)
+            mlp = FusedExpertMLP.from_parameters(self.w1_EFD, self.w2_EDF, self.w3_EFD, save=self.save)
             self._stage = (self.w1_EFD, RankExperts(mlp, self.owned, self.num_experts))
         return self._stage[1]
 
@@ -105,14 +108,22 @@ class _Holder(Module):
             setattr(self, name, child)
 
 
-class ExpertPart(BaseModel):
-    """The model part of an FFN rank: ``layers.<block>.moe.routed_experts.inner_experts``."""
+def expert_block(experts: LocalExperts, ffn_norm: Module | None = None, shared_experts: Module | None = None) -> Module:
+    """What an FFN rank holds of a block, under the block's own names."""
+    shared = {} if shared_experts is None else {"shared_experts": shared_experts}
+    norm = {} if ffn_norm is None else {"ffn_norm": ffn_norm}
+    return _Holder(moe=_Holder(routed_experts=_Holder(inner_experts=experts), **shared), **norm)
 
-    def __init__(self, experts: Mapping[str, LocalExperts]) -> None:
+
+class ExpertPart(BaseModel):
+    """The model part of an FFN rank: its blocks by name, and norm and head where the rank has them."""
+
+    _skip_lm_head = False  # set where a chunked loss applies the head itself
+
+    def __init__(self, blocks: Mapping[str, Module], *, norm: Module | None = None, lm_head: Module | None = None) -> None:
         super().__init__()
-        self.layers = ModuleDict(
-            {name: _Holder(moe=_Holder(routed_experts=_Holder(inner_experts=e))) for name, e in experts.items()}
-        )
+        self.layers = ModuleDict(dict(blocks))
+        self.norm, self.lm_head = norm, lm_head
 
     def experts(self) -> dict[str, LocalExperts]:
         """Name in the whole model -> local experts."""

@@ -6,6 +6,7 @@ import hashlib
 from typing import Any
 
 import torch
+from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from torchmoe.errors import ConfigError
 from torchmoe.titan.expert_part import LocalExperts
@@ -36,7 +37,8 @@ def _draw(module: Any, name: str, tensor: torch.Tensor, fqn: str) -> None:
 def initialise(part: Any, seed: int) -> None:
     """Set all parameters and buffers of a torchtitan model part, after ``to_empty``."""
     part.init_states(buffer_device=None)
-    for fqn, module in part.named_modules():
+    for name_here, module in part.named_modules():
+        fqn = canonical_fqn(name_here)  # activation checkpointing changes no weight
         own = list(module.named_parameters(recurse=False))
         if isinstance(module, LocalExperts):
             _experts(module, fqn, seed)

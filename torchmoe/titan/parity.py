@@ -12,8 +12,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,10 @@ class Layout:
     mixed: bool = False
     """Shared experts, and dense blocks before, between and after the MoE layers."""
     lengths: tuple[tuple[int, ...], ...] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """More of :class:`~torchmoe.titan.options.DisagConfig`."""
+    recompute: str | None = None
+    """Activation checkpointing of the attention halves: None, "full" or "selective"."""
 
     @property
     def world(self) -> int:
@@ -63,6 +67,13 @@ LAYOUTS = (
     Layout("2A2F, sequences of unequal length", (2,), (2,), lengths=RAGGED),
     Layout("[2,1]A x [1,2]F, sequences of unequal length", (2, 1), (1, 2), lengths=RAGGED),
     Layout("2 replicas of 1A1F", (1,), (1,), replicas=2),
+    Layout("[1,1]A x [1,1]F, ride, shared expert, dense layers", (1, 1), (1, 1), mixed=True, options={"residual": "ride"}),
+    Layout("1A2F, slots, weight gradients apart", (1,), (2,), options={"combine": "slots", "weights_held": 2, "cycle": 2}),
+    Layout("2A1F, fixed sizes", (2,), (1,), options={"sizes": "fixed", "capacity": 32, "save": "input"}),
+    Layout("[1,1]A x [1,1]F, head on F", (1, 1), (1, 1), options={"head": "ffn"}),
+    Layout("2A1F, full recompute, shared expert, dense", (2,), (1,), mixed=True, recompute="full"),
+    Layout("[1,1]A x [1,1]F, selective recompute", (1, 1), (1, 1), recompute="selective"),
+    Layout("1A2F, head on F, ride, unequal lengths", (1,), (2,), lengths=RAGGED, options={"head": "ffn", "residual": "ride"}),
 )
 
 
@@ -149,6 +160,8 @@ def run_layouts(layouts: Sequence[Layout] = LAYOUTS, *, steps: int = 10, report:
                     ffn=la.ffn,
                     replicas=la.replicas,
                     expert_parallel=la.expert_parallel,
+                    options=la.options,
+                    recompute=la.recompute,
                 )
                 for la in group
             ]

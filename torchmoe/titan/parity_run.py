@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,10 @@ class Program:
     ffn: tuple[int, ...] = ()
     replicas: int = 1
     expert_parallel: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """More of DisagConfig."""
+    recompute: str | None = None
+    """Activation checkpointing: None, "full" or "selective"."""
 
 
 def _model(mixed: bool) -> Any:
@@ -59,12 +63,13 @@ def _trainer(program: Program, dtype: str) -> Any:
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
     from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.trainer import Trainer
 
-    from torchmoe.titan.data import ByteTokenizer
+    from torchmoe.titan.data import ByteTokenizer, NoData
     from torchmoe.titan.model import model_spec
     from torchmoe.titan.shims import spmd_backend
-    from torchmoe.titan.trainer import DisagConfig, DisagTrainer, NoData, split_pipeline
+    from torchmoe.titan.trainer import DisagConfig, DisagTrainer, split_pipeline
 
     tokens, disaggregated = program.tokens, bool(program.attention)
     sequences = sum(map(len, tokens.shape))
@@ -83,7 +88,7 @@ def _trainer(program: Program, dtype: str) -> Any:
         "checkpoint": CheckpointManager.Config(
             enable=True, folder="torchmoe-parity-none", initial_load_path=seed, load_only=os.path.isdir(seed), keep_latest_k=0
         ),
-        "activation_checkpoint": None,
+        "activation_checkpoint": {None: None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}[program.recompute],
         "debug": DebugConfig(seed=0),
         "training": TrainingConfig(
             local_batch_size=local,
@@ -104,7 +109,8 @@ def _trainer(program: Program, dtype: str) -> Any:
     }
     if disaggregated:
         spec.pipelining_fn = split_pipeline
-        disag = DisagConfig(attention=list(program.attention), ffn=list(program.ffn), replicas=program.replicas, record=True)
+        sizes: dict[str, Any] = {"attention": list(program.attention), "ffn": list(program.ffn), "replicas": program.replicas}
+        disag = DisagConfig(**sizes, record=True, **program.options)
         trainer = DisagTrainer.Config(**common, disag=disag).build()
     else:
         trainer = Trainer.Config(**common).build()
@@ -128,7 +134,11 @@ def _capture_metrics(trainer: Any) -> None:
 
 
 class _Tap:
-    """Records the expert ids a router chooses, or replaces them by recorded ones."""
+    """Records the expert ids a router chooses, or replaces them by recorded ones.
+
+    A recompute in backward gets ids of other tokens: under activation checkpointing the run equals the single process only if
+    the recompute takes the saved ids and not these.
+    """
 
     def __init__(self, router: Any, replay_TK: Tensor | None) -> None:
         self.router, self.replay_TK = router, replay_TK
@@ -138,16 +148,22 @@ class _Tap:
         router.forward = self.forward
 
     def forward(self, x_BLD: Tensor, bias: Any = None) -> tuple[Tensor, Tensor, Tensor]:
+        again = torch._C._current_graph_task_id() != -1
         gates, ids, scores = self.original(x_BLD, bias)
         n = ids.shape[0] * ids.shape[1]
         if self.replay_TK is not None:
-            ids = self.replay_TK[self.at : self.at + n].view_as(ids)
+            start = 0 if again else self.at
+            want = self.replay_TK[start : start + n].view_as(ids)
+            # as the answer of a top-k, which is what the recompute policies save
+            rank = torch.arange(ids.shape[-1], 0, -1, dtype=scores.dtype).expand(ids.shape)
+            ids = torch.topk(torch.zeros_like(scores).scatter(-1, want, rank), ids.shape[-1], dim=-1).indices
             gates = scores.gather(-1, ids)
             if self.router.route_norm:
                 gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)
             gates = gates * self.router.route_scale
-        self.chosen.append((self.at, ids.reshape(n, ids.shape[-1]).clone()))
-        self.at += n
+        if not again:
+            self.chosen.append((self.at, ids.reshape(n, ids.shape[-1]).clone()))
+            self.at += n
         return gates, ids, scores
 
     def remove(self) -> None:
@@ -171,7 +187,7 @@ def _step(trainer: Any, program: Program, step: int, replay: dict[int, Tensor] |
                 tap.at = sum(map(sum, tokens.shape[: mb.index])) + sum(mb.lengths[: mine.start])
                 return stage(res_TD, mb)
 
-            tapped.block = stage.block  # type: ignore[attr-defined]
+            tapped.load_E = stage.load_E  # type: ignore[attr-defined]
             stages[layer] = tapped
         trainer.train_step(iter(tokens.microbatches(step)))
         stages.update(plain)
@@ -194,6 +210,7 @@ def _join(chosen: Sequence[tuple[int, Tensor]]) -> Tensor:
 def _gradients(trainer: Any) -> dict[str, tuple[Tensor, tuple[int, ...] | None]]:
     """Name -> (gradient after clipping, owned experts or None for a whole tensor)."""
     from torch.distributed.tensor import DTensor
+    from torchtitan.components.checkpointer.utils import canonical_fqn
 
     from torchmoe.titan.expert_part import ExpertPart
 
@@ -205,6 +222,7 @@ def _gradients(trainer: Any) -> dict[str, tuple[Tensor, tuple[int, ...] | None]]
     for name, parameter in part.named_parameters():
         g = parameter.grad
         assert g is not None
+        name = canonical_fqn(name)
         out[name] = ((g.full_tensor() if isinstance(g, DTensor) else g).detach().clone(), owners.get(name))
     return out
 
@@ -232,7 +250,9 @@ def _wire(trainer: Any, program: Program, routing: dict[int, Tensor], started: i
             ids[layer, m] = per_sequence
     exchange = trainer.runner.exchange
     placement = trainer.roles.placement
-    traffic = exchange_traffic(placement, ids, dim=exchange.dim, top_k=exchange.top_k, itemsize=exchange.dtype.itemsize)
+    sizes: dict[str, Any] = {"dim": exchange.dim, "top_k": exchange.top_k, "itemsize": exchange.dtype.itemsize}
+    how = {k: getattr(exchange.plan, k) for k in ("residual", "combine", "capacity")}
+    traffic = exchange_traffic(placement, ids, **sizes, **how)
     return sent, {k: (t.messages, t.num_bytes) for k, t in traffic.items()}
 
 

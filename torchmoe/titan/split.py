@@ -7,23 +7,25 @@ half, and all its parameters keep their names. The routed experts become :class:
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.module import Module, ModuleDict
 
 from torchmoe.errors import ConfigError
-from torchmoe.pipeline.runtime.stage import AttentionOutput, MicroBatch, Stages
-from torchmoe.placement import Placement, Where
+from torchmoe.pipeline.runtime.ride import RideExperts
+from torchmoe.pipeline.runtime.stage import AttentionOutput, ExpertStage, MicroBatch, RidingExpertStage, Stages
+from torchmoe.placement import Placement, Residual, Where
 from torchmoe.router import Routing
-from torchmoe.titan.expert_part import ExpertPart, LocalExperts
+from torchmoe.titan.expert_part import ExpertPart, LocalExperts, expert_block
 
-__all__ = ["BlockPlan", "attention_half", "block_plan", "split_model"]
+__all__ = ["BlockPlan", "attention_half", "block_plan", "refuse_head", "split_model"]
 
 
 @dataclass(frozen=True)
@@ -106,14 +108,9 @@ def attention_half(
     x_TD = block.ffn_norm(h_TD)
     moe = block.moe
     gates_BLK, ids_BLK, _ = moe.router(x_TD[None], moe.expert_bias_E)
-    ids_TK = ids_BLK[0]
-    if block.training and torch.is_grad_enabled():
-        with torch.no_grad():
-            counts_E = torch.bincount(ids_TK.reshape(-1), minlength=moe.tokens_per_expert_E.numel())
-            moe.tokens_per_expert_E.add_(counts_E)
     if moe.shared_experts is not None:
         h_TD = h_TD + moe.shared_experts(x_TD)
-    return h_TD, x_TD, ids_TK, gates_BLK[0]
+    return h_TD, x_TD, ids_BLK[0], gates_BLK[0]
 
 
 class _Local:
@@ -147,7 +144,25 @@ class TitanAttention:
         h_TD = _dense(self.dense, res_TD, lengths, mb)
         masks, positions = mb.kwargs.get("attention_masks"), mb.kwargs.get("positions")
         res_TD, x_TD, ids_TK, gates_TK = self.block(h_TD, lengths, masks, positions)
+        if self.block.training and torch.is_grad_enabled():
+            self._count(ids_TK)
         return AttentionOutput(res_TD, x_TD, Routing(ids_TK, gates_TK))
+
+    @property
+    def _times(self) -> int:
+        """torchtitan's balancing hook halves the counts of a checkpointed block, which counts twice there: here it does not."""
+        return 2 if isinstance(self.block, CheckpointWrapper) else 1
+
+    @torch.no_grad()
+    def _count(self, ids_TK: Tensor) -> None:
+        """For the balancing bias; outside of the block, which activation checkpointing runs twice."""
+        load_E: Tensor = self.block.moe.tokens_per_expert_E  # type: ignore[union-attr, assignment]
+        load_E.add_(torch.bincount(ids_TK.reshape(-1), minlength=load_E.numel()), alpha=self._times)
+
+    def load_E(self) -> Tensor:
+        """Slots per expert on this rank since the last optimizer step."""
+        load_E: Tensor = self.block.moe.tokens_per_expert_E  # type: ignore[union-attr, assignment]
+        return load_E / self._times
 
 
 class TitanHead:
@@ -165,22 +180,16 @@ class TitanHead:
         return loss
 
 
-def _refuse(model: Any, placement: Placement) -> None:
-    names = list(model.layers)
-    plan = block_plan(names, [getattr(b, "moe_enabled", False) for b in model.layers.values()])
+def _refuse(model: Any, placement: Placement, plan: BlockPlan) -> None:
     if not plan.moe:
         raise ConfigError(f"{type(model).__name__} has no MoE block; disaggregation needs at least one")
     if len(plan.moe) != placement.num_layers:
         raise ConfigError(
             f"the model has {len(plan.moe)} MoE layers, the placement {placement.num_layers}; build it from the model"
         )
-    if placement.head != "attention":
-        raise ConfigError(f"head={placement.head!r}: inside torchtitan the head runs on attention ranks; use head='attention'")
-    if getattr(model, "enable_weight_tying", False) and placement.embedding_group != placement.head_group:
-        raise ConfigError(
-            f"tied embeddings: the embedding is on {placement.embedding_group} and the head on {placement.head_group}; "
-            "untie them, or choose attention groups whose number divides the number of MoE layers"
-        )
+    refuse_head(
+        placement, tied=getattr(model, "enable_weight_tying", False), trailing=[f"layers.{name}" for name in plan.dense[-1]]
+    )
     for name in plan.moe:
         experts = model.layers[name].moe.routed_experts.inner_experts
         if type(experts) is not GroupedExperts:
@@ -190,51 +199,110 @@ def _refuse(model: Any, placement: Placement) -> None:
             )
 
 
+def refuse_head(placement: Placement, *, tied: bool, trailing: Sequence[str]) -> None:
+    """Refuse a head that cannot be where the placement wants it.
+
+    Args:
+        tied: embedding and head share their weights.
+        trailing: names of the dense blocks after the last MoE layer.
+
+    Raises:
+        ConfigError: tied weights on two groups, or blocks with attention on an FFN group.
+    """
+    if tied and placement.embedding_group != placement.head_group:
+        raise ConfigError(
+            f"tied embeddings: the embedding is on {placement.embedding_group} and the head on {placement.head_group}; "
+            "untie them, or choose head='attention' and a number of attention groups that divides the number of MoE layers"
+        )
+    if trailing and placement.head == "ffn":
+        raise ConfigError(
+            f"head='ffn' with dense blocks after the last MoE layer ({', '.join(trailing)}): they need positions and masks, "
+            "which FFN ranks do not have; use head='attention'"
+        )
+
+
 def split_model(
-    model: Any, placement: Placement, where: Where, *, loss_fn: Callable[..., Any]
-) -> tuple[Any, Stages, Mapping[int, nn.Module]]:
+    model: Any,
+    placement: Placement,
+    where: Where,
+    *,
+    loss_fn: Callable[..., Any],
+    residual: Residual | None = None,
+    save: str = "preact",
+    wrap: Callable[[nn.Module], None] | None = None,
+) -> tuple[Any, Stages, BlockPlan]:
     """This rank's part of ``model`` (a torchtitan Decoder, usually on the meta device) and its stages.
 
     ``model`` is taken apart and must not be used afterwards. Names of parameters and buffers stay those of the whole model.
 
+    Args:
+        loss_fn: (prediction, labels, **loss_kwargs) -> (loss, ...), for the head.
+        residual: with "ride", ffn_norm is on both roles and the shared experts on FFN ranks.
+        save: what the experts keep for backward.
+        wrap: called with the part of an attention rank before its stages are made, to wrap its ``layers`` (activation
+            checkpointing).
+
     Returns:
-        (part, stages, MoE blocks or local experts by MoE layer).
+        (part, stages, which blocks make up which unit).
 
     Raises:
         ConfigError: the model cannot be split in this placement.
     """
-    _refuse(model, placement)
-    blocks = dict(model.layers.items())
-    plan = block_plan(list(blocks), [b.moe_enabled for b in blocks.values()])
+    plan = block_plan(list(model.layers), [getattr(b, "moe_enabled", False) for b in model.layers.values()])
+    _refuse(model, placement, plan)
+    ride = residual == "ride"
     if where.role == "ffn":
-        experts = {
-            layer: LocalExperts.take(
-                blocks[name].moe.routed_experts.inner_experts,
-                placement.local_experts(layer, where.index),
-            )
-            for layer, name in enumerate(plan.moe)
-            if placement.ffn_group(layer) == where.group
-        }
-        part = ExpertPart({plan.moe[layer]: e for layer, e in experts.items()})
-        return part, Stages(experts=experts), experts
+        part, stages = _expert_rank(model, plan, placement, where, loss_fn, ride=ride, save=save)
+    else:
+        part, stages = _attention_rank(model, plan, placement, where, loss_fn, ride=ride, wrap=wrap)
+    return part, stages, plan
 
-    local = _Local(placement, where)
-    keep: set[str] = set()
-    attention = {}
+
+def _expert_rank(
+    model: Any, plan: BlockPlan, placement: Placement, where: Where, loss_fn: Callable[..., Any], *, ride: bool, save: str
+) -> tuple[ExpertPart, Stages]:
+    held = {}
+    experts: dict[int, ExpertStage | RidingExpertStage] = {}
     for layer, name in enumerate(plan.moe):
-        block = blocks[name]
-        if placement.attention_group(layer) != where.group:
+        if placement.ffn_group(layer) != where.group:
             continue
-        keep |= {name, *plan.dense[layer]}
+        block = model.layers[name]
+        local = LocalExperts.take(block.moe.routed_experts.inner_experts, placement.local_experts(layer, where.index), save=save)
+        if ride:
+            held[name] = expert_block(local, block.ffn_norm, block.moe.shared_experts)
+            experts[layer] = RideExperts(local, block.ffn_norm, block.moe.shared_experts)
+        else:
+            held[name] = expert_block(local)
+            experts[layer] = local
+    if placement.head_group != where.group:
+        return ExpertPart(held), Stages(experts=experts)
+    part = ExpertPart(held, norm=model.norm, lm_head=model.lm_head)
+    return part, Stages(experts=experts, head=TitanHead(part, (), _Local(placement, where), loss_fn))
+
+
+def _attention_rank(
+    model: Any,
+    plan: BlockPlan,
+    placement: Placement,
+    where: Where,
+    loss_fn: Callable[..., Any],
+    *,
+    ride: bool,
+    wrap: Callable[[nn.Module], None] | None,
+) -> tuple[Any, Stages]:
+    mine = [layer for layer in range(len(plan.moe)) if placement.attention_group(layer) == where.group]
+    has_head = placement.head_group == where.group
+    keep = {name for layer in mine for name in (plan.moe[layer], *plan.dense[layer])}
+    keep |= set(plan.dense[-1]) if has_head else set()
+    for layer in mine:
+        block = model.layers[plan.moe[layer]]
         routed = block.moe.routed_experts
         routed.inner_experts = _Elsewhere(routed.inner_experts.num_experts)
+        if ride:
+            block.moe.shared_experts = None  # they live on FFN ranks
         block.forward = types.MethodType(attention_half, block)
-        attention[layer] = TitanAttention(block, [blocks[n] for n in plan.dense[layer]], local)
-    head = None
-    if placement.head_group == where.group:
-        keep |= set(plan.dense[-1])
-        head = TitanHead(model, [blocks[n] for n in plan.dense[-1]], local, loss_fn)
-    else:
+    model.layers = layers = ModuleDict({name: block for name, block in model.layers.items() if name in keep})
+    if not has_head:
         model.norm = model.lm_head = None
     embedding = None
     if placement.embedding_group == where.group:
@@ -243,6 +311,9 @@ def split_model(
             return model.tok_embeddings(mb.inputs[0].reshape(1, -1))[0]  # type: ignore[no-any-return]
     else:
         model.tok_embeddings = None
-    model.layers = ModuleDict({name: block for name, block in blocks.items() if name in keep})
-    halves = {layer: stage.block for layer, stage in attention.items()}
-    return model, Stages(attention=attention, embedding=embedding, head=head), halves
+    if wrap is not None:
+        wrap(model)
+    local = _Local(placement, where)
+    attention = {layer: TitanAttention(layers[plan.moe[layer]], [layers[n] for n in plan.dense[layer]], local) for layer in mine}
+    head = TitanHead(model, [layers[n] for n in plan.dense[-1]], local, loss_fn) if has_head else None
+    return model, Stages(attention=attention, embedding=embedding, head=head)

@@ -149,10 +149,7 @@ def _corpus(trainer: Any) -> dict[str, Any]:
 
 def _count_parameters(trainer: Any) -> int:
     """Parameters of the whole model, each counted once."""
-    from torchmoe.comm.gradients import counts_in_norm
-
-    counted = counts_in_norm(trainer.roles.placement, trainer.roles.rank)
-    mine = sum(p.numel() for part in trainer.model_parts for p in part.parameters()) if counted else 0
+    mine = sum(p.numel() for shared in trainer.sums if shared.counted for p in shared.parameters)
     total = torch.tensor([mine], device=trainer.device)
     dist.all_reduce(total)
     return int(total)
