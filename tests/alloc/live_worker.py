@@ -66,7 +66,14 @@ def live_storages() -> dict[int, int]:
 
 def main() -> None:
     module, function, folder, *options = sys.argv[1:]
+    from torchmoe.experts import RankExperts
     from torchmoe.titan.recipe import load_recipe
+
+    forward_saved, loads = RankExperts.forward_saved, []
+
+    def counted(self: RankExperts, rows_RD: torch.Tensor, ids_RK: torch.Tensor, gates_RK: torch.Tensor) -> Any:
+        loads.append((rows_RD.size(0), int((self.local_ids(ids_RK) >= 0).sum())))
+        return forward_saved(self, rows_RD, ids_RK, gates_RK)
 
     trainer = load_recipe(module, function, options).build()
     step = trainer.train_step
@@ -76,13 +83,14 @@ def main() -> None:
         if trainer.step < 2:  # the first step makes the optimizer's state
             return step(iterator)
         gc.collect()
+        RankExperts.forward_saved = counted  # type: ignore[method-assign]
         before = live_storages()
         with LiveBytes(set(before)) as mode:
             out = step(iterator)
         state = [p for part in trainer.model_parts for p in part.parameters()]
         for optimizer in trainer.optimizers:
             state += [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor) and t.dim()]
-        result.update(state=sum(t.numel() * t.element_size() for t in state), peak=mode.peak)
+        result.update(state=sum(t.numel() * t.element_size() for t in state), peak=mode.peak, loads=loads)
         return out
 
     trainer.train_step = measured

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from torchmoe.alloc.models import MoESpec
-from torchmoe.costs import ExpertCosts, attention_saved_bytes, expert_saved_bytes, live_units_1f1b, live_units_af
-from torchmoe.costs.memory import FP32, MIXED, attention_rank_memory, expert_rank_memory
+from torchmoe.costs import ExpertCosts, ModelShape, attention_saved_bytes, expert_saved_bytes, live_units_1f1b, live_units_af
+from torchmoe.costs.memory import FP32, MIXED, attention_rank_memory, expert_rank_memory, expert_rank_peak
 from torchmoe.dispatch import DispatchQueue
 from torchmoe.errors import ConfigError
 from torchmoe.experts import FusedExpertMLP
@@ -107,3 +107,21 @@ def test_live_units_of_known_schedules() -> None:
         assert got == first
     with pytest.raises(ConfigError, match="cycle=3"):
         live_units_af(num_layers=8, pa=2, pf=2, role="ffn", cycle=3, micro_batches=8)
+
+
+def test_the_peak_of_a_rank_follows_its_own_loads() -> None:
+    """Two layers, one micro-batch each, added up by hand; a rank that gets all tokens needs more than one that gets none."""
+    shape = ModelShape(name="x", num_layers=2, dim=4, num_heads=1, num_experts=4, top_k=2, expert_dim=8)
+    order = [("F", 0, 0), ("F", 1, 0), ("B", 1, 0), ("B", 0, 0)]
+
+    def peak(first: int, second: int) -> float:
+        loads = {(0, 0): (first, first), (1, 0): (second, second)}
+        return expert_rank_peak(shape, layers=2, experts=2, order=order, loads=loads)  # type: ignore[arg-type]
+
+    params = 2 * 3 * 4 * 8
+    assert peak(0, 0) == 2 * params * 12 + 2 * params * 4  # at the end: both gradients
+    # 100 rows, 100 pairs each: x, H, gates and ids; then dH, A', the wire (combine, d_dispatch and dy twice)
+    kept = (100 * 4 + 100 * 16) * 4 + 100 * 2 * 4 + (100 + 200 + 3) * 4
+    at_first_backward = 2 * kept + 100 * 4 * 4 * 3 + 100 * 24 * 4
+    assert peak(100, 100) == 2 * params * 12 + at_first_backward
+    assert peak(200, 0) > peak(0, 0)

@@ -7,8 +7,10 @@ saved set is in costs.experts.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Literal
 
 from torchmoe.costs.experts import SAVE_MODES, ExpertCosts
 from torchmoe.costs.model import ModelShape
@@ -23,6 +25,7 @@ __all__ = [
     "attention_saved_bytes",
     "dense_saved_bytes",
     "expert_rank_memory",
+    "expert_rank_peak",
     "expert_saved_bytes",
     "expert_transient_bytes",
     "head_transient_bytes",
@@ -325,3 +328,54 @@ def expert_rank_memory(
             "allowance": "device context, communicators, fragmentation",
         },
     )
+
+
+def expert_rank_peak(
+    shape: ModelShape,
+    *,
+    layers: int,
+    experts: int,
+    order: Iterable[tuple[Literal["F", "B"], int, int]],
+    loads: Mapping[tuple[int, int], tuple[float, float]],
+    precision: Precision = FP32,
+    save: str = "preact",
+    scratch_rows: int = 0,
+) -> float:
+    """Peak bytes of an expert rank whose loads are known, by walking its schedule: :func:`expert_rank_memory` is for mean loads.
+
+    At every action live: what the units that were forwarded and not yet backwarded keep, the gradients of the layers that had a
+    backward (their buffers are made then), the working set, and rows on the wire: the last combine and the last d_dispatch while
+    they are sent, dy as received and as assembled.
+
+    Args:
+        order: forwards and backwards of (layer, micro-batch), as the rank runs them.
+        loads: (received rows, (row, expert) pairs) of each.
+        scratch_rows: rows of a block of the plain PyTorch kernels (``experts.BLOCK_ROWS``); 0 for fused ones.
+    """
+    item, mlp = precision.activation, _experts(shape, precision.activation)
+    row, halves = shape.dim * item, mlp.halves
+    state = layers * experts * shape.expert_params * (precision.state - precision.grad)
+    gradient = experts * shape.expert_params * precision.grad
+    kept: dict[tuple[int, int], float] = {}
+    seen: set[int] = set()
+    held = most = combine = d_dispatch = 0.0
+    for op, layer, batch in order:
+        rows, pairs = loads[layer, batch]
+        wire, grads = combine + d_dispatch, len(seen) * gradient
+        block = min(scratch_rows, pairs) * (shape.dim + (halves + 2) * shape.expert_dim) * max(4, item)
+        if op == "F":
+            kept[layer, batch] = expert_saved_bytes(shape, save=save, itemsize=item, rows=rows, pairs=pairs, experts=experts)
+            held += kept[layer, batch]
+            combine = rows * row
+            working = pairs * (shape.expert_dim + shape.dim) * item + combine
+            most = max(most, held + grads + wire + working + block)
+            continue
+        hidden = pairs * (halves + 1) * shape.expert_dim * item  # dH and A'
+        repeated = pairs * {"input": halves, "half": 1}.get(save, 0) * shape.expert_dim * item
+        d_dispatch = rows * row
+        most = max(most, held + grads + wire + 2 * d_dispatch + hidden + repeated + block)
+        # the weight gradient: the pre-activations are gone, dX~ and the layer's gradient are there
+        held -= kept.pop((layer, batch))
+        seen.add(layer)
+        most = max(most, held + len(seen) * gradient + wire + 3 * d_dispatch + hidden + pairs * row)
+    return state + most
