@@ -40,6 +40,13 @@ def all_options() -> Any:
     return config
 
 
+def sharded() -> Any:
+    """FSDP2 inside the attention group."""
+    config = RECIPE.disaggregated([2], [2])
+    config.disag.shard_attention = True
+    return config
+
+
 def homogeneous() -> Any:
     return RECIPE.homogeneous()
 
@@ -52,4 +59,15 @@ def dense_last() -> Any:
 def tied() -> Any:
     config = RECIPE.disaggregated([1, 1], [1, 1])
     config.model_spec.model.enable_weight_tying = True
+    return config
+
+
+def validated_without_end() -> Any:
+    """A validation loader without the option that says whether it ends."""
+    from torchtitan.components.validate import Validator
+
+    from torchmoe.titan.data import NoData
+
+    config = RECIPE.disaggregated([2], [2])
+    config.validator = Validator.Config(dataloader=NoData.Config())
     return config

@@ -88,6 +88,7 @@ def disaggregated(ctx: Any, recipe: str, folder: str, text: str) -> dict[str, An
         "resumed": resumed,
         "at": at,
         "middle": middle,
+        "final": final,
         "same": sorted(final) == sorted(end) and all(torch.equal(final[k], end[k]) for k in final),
         "position": position,
         "tokens": again.ntokens_seen,
@@ -116,10 +117,17 @@ def single(ctx: Any, folder: str, text: str) -> dict[str, Any]:
 
 
 def load_only(ctx: Any, recipe: str, folder: str, text: str) -> dict[str, Any]:
+    from torchmoe.titan.data import TextDataLoader
+
     trainer = _trainer(recipe, folder, text, load_step=STEPS)
     out = {"state": _state(trainer), "position": trainer.dataloader.state_dict(), "step": trainer.step}
     trainer.validator.validate(trainer.model_parts, STEPS)
     out["validated"] = trainer.validated[0]
+    held_out = TextDataLoader.Config(folder=text, split="held_out")
+    rest = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": trainer.tokenizer, "seq_len": trainer.config.training.seq_len}
+    for sequences in (4, 2, 1):  # of a micro-batch: as in training, fewer, and one for two ranks
+        loader = iter(held_out.build(**rest, local_batch_size=sequences))
+        out[f"by {sequences}"] = trainer.evaluate([next(loader) for _ in range(16 // sequences)])
     trainer.close()
     return out
 
@@ -165,24 +173,31 @@ def test_a_single_process_loads_a_disaggregated_checkpoint_and_goes_on(runs: dic
     assert one["position"] == {"next_sequence": STEPS * 16}
 
 
-def test_every_option_at_once_resumes_bitwise(tmp_path: Path, text: str, runs: dict[str, Any]) -> None:
-    ranks = run_ranks(disaggregated, 4, backend="gloo", timeout=240, args=("all_options", str(tmp_path), text))
+@pytest.mark.parametrize("recipe", ["all_options", "sharded"])
+def test_any_options_resume_bitwise_and_a_plain_layout_loads_their_checkpoint(
+    tmp_path: Path, text: str, runs: dict[str, Any], recipe: str
+) -> None:
+    ranks = run_ranks(disaggregated, 4, backend="gloo", timeout=240, args=(recipe, str(tmp_path), text))
     for r in ranks:
         assert r["resumed"] == r["losses"][STOP:] and r["same"]
     assert ranks[0]["losses"] == pytest.approx(runs["ranks"][0]["losses"], abs=1e-5)
     plain = runs["ranks"][0]["middle"]
     biases = {k: v for r in ranks for k, v in r["middle"].items() if "expert_bias_E" in k}
     assert len(biases) == 3 and all(torch.equal(v, plain[k]) for k, v in biases.items())  # recomputed tokens count once
+    final = {k: v for r in ranks for k, v in r["final"].items()}
+    for r in run_ranks(load_only, 4, backend="gloo", timeout=240, args=("cpu_2a2f", str(tmp_path), text)):
+        assert r["state"] and all(torch.equal(v, final[k]) for k, v in r["state"].items())
 
 
-@pytest.mark.parametrize("recipe", ["cpu_2a2f", "cpu_4a4f", "all_options"])
+@pytest.mark.parametrize("recipe", ["cpu_2a2f", "cpu_4a4f", "all_options", "sharded"])
 def test_a_disaggregated_run_loads_the_checkpoint_of_a_single_process(runs: dict[str, Any], text: str, recipe: str) -> None:
     final = runs["one"]["final"]
     seen = set()
     for rank, r in enumerate(run_ranks(load_only, 4, backend="gloo", timeout=240, args=(recipe, str(runs["folder"]), text))):
         assert r["step"] == STEPS
         assert r["position"] == ({"next_sequence": STEPS * 16} if rank < 2 else {})
-        assert r["validated"] == pytest.approx(runs["one"]["validated"], abs=1e-5)
+        for loss in ("validated", "by 4", "by 2", "by 1"):
+            assert r[loss] == pytest.approx(runs["one"]["validated"], abs=1e-5)
         for key, value in r["state"].items():
             assert torch.equal(final[key], value), key
             seen.add(key)

@@ -13,7 +13,7 @@ from torchmoe.titan.preload import start
 WORDS = [f"word{i}" for i in range(60)]
 
 
-def train(ctx: Any, kind: str, folder: str) -> dict[str, Any]:
+def train(ctx: Any, kind: str, folder: str, resume: int = -1) -> dict[str, Any]:
     import logging
 
     from torchtitan.components.validate import Validator
@@ -36,7 +36,9 @@ def train(ctx: Any, kind: str, folder: str) -> dict[str, Any]:
         config.hf_assets_path = folder
         config.tokenizer = HuggingFaceTokenizer.Config()
         config.dataloader = HuggingFaceTextDataLoader.Config(dataset="c4_test", dataset_path=f"{folder}/json")
-        config.training.steps = 3
+        config.training.steps = 4
+        config.dump_folder = f"{folder}/run"
+        config.checkpoint.enable, config.checkpoint.interval, config.checkpoint.load_step = True, 2, resume
     trainer = config.build()
     losses: list[float] = []
     trainer.metrics_processor.log = lambda step, loss, *_, **__: losses.append(loss)
@@ -69,5 +71,7 @@ def test_the_tokenizer_and_dataset_classes_of_torchtitan_work(tmp_path: Path) ->
     lines = [json.dumps({"text": " ".join(WORDS[(i * k) % 60] for k in range(40))}) for i in range(200)]
     (tmp_path / "json" / "data.json").write_text("\n".join(lines))
     attention, ffn = run_ranks(train, 2, backend="gloo", timeout=200, args=("huggingface", str(tmp_path)))
-    assert len(attention["losses"]) == 3 and ffn["losses"] == attention["losses"]
+    assert len(attention["losses"]) == 4 and ffn["losses"] == attention["losses"]
+    for rank in run_ranks(train, 2, backend="gloo", timeout=200, args=("huggingface", str(tmp_path), 2)):
+        assert rank["losses"] == attention["losses"][2:]  # the loader goes on where it was
     assert attention["losses"][-1] < attention["losses"][0]

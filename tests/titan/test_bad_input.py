@@ -37,7 +37,10 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 CASES: dict[str, tuple[list[str], str]] = {
     "no such module": (["--module", "recipes.disag_tinny"], "recipe module 'recipes.disag_tinny' does not exist"),
     "no such package": (["--module", "recepies.disag_tiny"], "no module 'recepies'"),
-    "no such recipe": (["--config", "cpu_9a9f"], "it has all_options, cpu_2a2f, cpu_4a4f, dense_last, homogeneous, tied"),
+    "no such recipe": (
+        ["--config", "cpu_9a9f"],
+        "it has all_options, cpu_2a2f, cpu_4a4f, dense_last, homogeneous, sharded, tied, validated_without_end",
+    ),
     "not disaggregated": (["--config", "homogeneous"], "torchrun -m torchtitan.train"),
     "no steps": (["--steps", "0"], "training.steps=0 must be at least 1"),
     "an empty group": (["--disag.attention", "0"], "attention=[0]: every group needs at least one rank"),
@@ -82,6 +85,18 @@ CASES: dict[str, tuple[list[str], str]] = {
     "dense blocks before a head on F": (
         ["--config", "dense_last", "--disag.head", "ffn"],
         "head='ffn' with dense blocks after the last MoE layer (layers.2)",
+    ),
+    "accumulation over half a batch": (["--training.global_batch_size", "24"], "global_batch_size=24"),
+    "sequences longer than the positions": (["--training.seq_len", "8192"], "seq_len=8192 is more than the 4096 positions"),
+    "shards that ride": (
+        ["--disag.shard_attention", "--disag.residual", "ride"],
+        "disag.shard_attention with disag.residual='ride'",
+    ),
+    "shards of replicas": (["--disag.shard_attention", "--disag.replicas", "2"], "shard_attention with disag.replicas=2"),
+    "FSDP by torchtitan's own degree": (["--parallelism.data_parallel_shard_degree", "2"], "disag.shard_attention shards"),
+    "validation by a loader that cannot end": (
+        ["--config", "validated_without_end", "--validator.enable"],
+        "validator.dataloader of NoData.Config has no option 'infinite'",
     ),
     "another parallelism": (["--parallelism.expert_parallel_degree", "2"], "expert_parallel_degree=2"),
     "no data folder": (["--data", "/no/such/folder"], "data folder '/no/such/folder' does not exist"),

@@ -23,8 +23,10 @@ def experts_zeroed(parts: Sequence[nn.Module]) -> Iterator[None]:
         for part in parts:
             for module in part.modules():
                 if isinstance(module, LocalExperts):
-                    saved.append((module.w2_EDF, module.w2_EDF.detach().clone()))
-                    module.w2_EDF.zero_()
+                    for name in module.family.last:
+                        parameter = getattr(module, name)
+                        saved.append((parameter, parameter.detach().clone()))
+                        parameter.zero_()
     try:
         yield
     finally:

@@ -20,7 +20,10 @@ from torchtitan.distributed.spmd_types import current_spmd_mesh, maybe_set_spars
 from torchtitan.distributed.utils import get_spmd_backend
 from torchtitan.models.common import token_dispatcher
 from torchtitan.models.common.moe import GroupedExperts
-from torchtitan.models.common.rope import CosSinRoPE
+from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, swiglu
+
+from torchmoe.titan.expert_part import FAMILIES
 
 __all__ = ["exact_casts"]
 
@@ -64,6 +67,26 @@ def _rope(query: Tensor, key: Tensor, rope_cache: Tensor) -> tuple[Tensor, Tenso
     return query * cos + rotate(query) * sin, key * cos + rotate(key) * sin
 
 
+def _complex_rope(query: Tensor, key: Tensor, rope_cache: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate(t: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(t.reshape(*t.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * rope_cache.to(pairs.dtype)).flatten(3)
+
+    return rotate(query), rotate(key)
+
+
+def _gpt_oss_experts(self: Any, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+    """Per expert, swiglu(x W1 + b1) W2 + b2 in the dtype of x."""
+    w1, b1, w2, b2 = (_local(getattr(self, n)) for n in FAMILIES[GptOssGroupedExperts].parameters)
+    out, at = [], 0
+    for e, n in enumerate(num_tokens_per_expert_E.tolist()):
+        x = x_RD[at : at + int(n)]
+        out.append(swiglu(x @ w1[e].T + b1[e], limit=self.swiglu_limit) @ w2[e].T + b2[e])
+        at += int(n)
+    out.append(x_RD[at:] * 0)  # rows past the last expert (padding)
+    return torch.cat(out)
+
+
 def _cross_entropy(pred: Tensor, labels: Tensor, *, global_vocab_size: int | None = None) -> Tensor:
     return F.cross_entropy(pred.flatten(0, 1), labels.flatten(0, 1), reduction="sum", ignore_index=titan_loss.IGNORE_INDEX)
 
@@ -83,7 +106,9 @@ def exact_casts(dtype: torch.dtype) -> Iterator[None]:
             (GroupedExperts, "forward", _experts),
             (token_dispatcher.LocalTokenDispatcher, "combine", _combine),
             (token_dispatcher.AllToAllTokenDispatcher, "combine", _combine_ep),
+            (GptOssGroupedExperts, "forward", _gpt_oss_experts),
             (CosSinRoPE, "apply_rotary_emb", staticmethod(_rope)),
+            (ComplexRoPE, "apply_rotary_emb", staticmethod(_complex_rope)),
             (titan_loss, "cross_entropy_loss", _cross_entropy),
         ):
             stack.enter_context(mock.patch.object(target, attribute, value))

@@ -2,21 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.module import Module, ModuleDict
 
+from torchmoe.errors import ConfigError
 from torchmoe.experts import FusedExpertMLP, RankExperts
+from torchmoe.kernels.activations import CLAMP_LIMIT
 from torchmoe.titan.checkpoint import ExpertShards
 
-__all__ = ["ExpertPart", "LocalExperts", "expert_block"]
+__all__ = ["FAMILIES", "ExpertPart", "Family", "LocalExperts", "expert_block", "family_of"]
 
-_WEIGHTS = ("w1_EFD", "w2_EDF", "w3_EFD")
+
+def _glu(experts: Any, **options: Any) -> FusedExpertMLP:
+    return FusedExpertMLP.from_parameters(experts.w1_EFD, experts.w2_EDF, experts.w3_EFD, **options)
+
+
+def _gpt_oss(experts: Any, **options: Any) -> FusedExpertMLP:
+    biases = (experts.mlp1_bias_EG, None, experts.mlp2_bias_ED)
+    weights = experts.mlp1_weight_EGD, experts.mlp2_weight_EDF
+    return FusedExpertMLP.from_parameters(*weights, biases=biases, activation="clamped_swiglu", layout="interleaved", **options)
+
+
+class Family(NamedTuple):
+    """A class of torchtitan's experts that FFN ranks can run."""
+
+    parameters: tuple[str, ...]
+    last: tuple[str, ...]
+    """The parameters of the last projection: with all of them zero the experts return zero."""
+    mlp: Callable[..., FusedExpertMLP]
+    """The computation over the parameters of a module, without a copy."""
+
+
+FAMILIES: dict[type, Family] = {
+    GroupedExperts: Family(("w1_EFD", "w2_EDF", "w3_EFD"), ("w2_EDF",), _glu),
+    GptOssGroupedExperts: Family(
+        ("mlp1_weight_EGD", "mlp1_bias_EG", "mlp2_weight_EDF", "mlp2_bias_ED"), ("mlp2_weight_EDF", "mlp2_bias_ED"), _gpt_oss
+    ),
+}
+
+
+def family_of(experts: Any, name: str) -> Family:
+    """The family of a torchtitan experts module.
+
+    Raises:
+        ConfigError: FFN ranks do not run experts of this class.
+    """
+    family = FAMILIES.get(type(experts))
+    if family is None:
+        raise ConfigError(
+            f"{name}: experts of class {type(experts).__name__} may compute something else than what FFN ranks run "
+            f"({', '.join(c.__name__ for c in FAMILIES)}); use one of these"
+        )
+    limit = getattr(experts, "swiglu_limit", CLAMP_LIMIT)
+    if limit != CLAMP_LIMIT:
+        raise ConfigError(f"{name}: swiglu_limit={limit}, and the kernels clamp at {CLAMP_LIMIT}; use that limit")
+    return family
 
 
 class _NoWork:
@@ -35,43 +82,35 @@ class _NoExperts:
 
 
 class LocalExperts(Module):
-    """Some experts of one layer: parameters ``w1_EFD, w2_EDF, w3_EFD`` hold the owned ones, ascending. An ``ExpertStage``.
+    """Some experts of one layer: parameters of the family's names hold the owned ones, ascending. An ``ExpertStage``.
 
     Args:
+        experts: the layer's experts, usually on the meta device: shapes, dtypes and initialisers are theirs.
         owned: logical ids of the local experts.
-        num_experts: logical experts of the layer.
-        dim, hidden_dim: D and F.
         save: what they keep for backward, see :class:`~torchmoe.experts.FusedExpertMLP`.
     """
 
-    def __init__(
-        self, owned: Sequence[int], num_experts: int, dim: int, hidden_dim: int, *, dtype: torch.dtype, save: str = "preact"
-    ) -> None:
+    def __init__(self, experts: Any, owned: Sequence[int], *, save: str = "preact") -> None:
         super().__init__()
-        self.owned, self.num_experts, self.save = tuple(owned), num_experts, save
-        n = len(self.owned)
-        shapes = {"w1_EFD": (n, hidden_dim, dim), "w2_EDF": (n, dim, hidden_dim), "w3_EFD": (n, hidden_dim, dim)}
-        for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
+        self.owned, self.num_experts, self.save = tuple(owned), experts.num_experts, save
+        self.family = family_of(experts, "experts")
+        self._param_init = experts._param_init
+        for name in self.family.parameters:
+            whole = getattr(experts, name)
+            local = torch.empty(len(self.owned), *whole.shape[1:], dtype=whole.dtype, device="meta")
+            self.register_parameter(name, nn.Parameter(local))
         self._stage: tuple[nn.Parameter, Any] | None = None
         self.register_state_dict_post_hook(_to_shards)
         self.register_load_state_dict_pre_hook(_from_shards)
-
-    @classmethod
-    def take(cls, experts: GroupedExperts, owned: Sequence[int], *, save: str = "preact") -> LocalExperts:
-        """The local part of a (meta) GroupedExperts, with its initialisers."""
-        total, hidden, dim = experts.w1_EFD.shape
-        local = cls(owned, total, dim, hidden, dtype=experts.w1_EFD.dtype, save=save)
-        local._param_init = experts._param_init
-        return local
 
     def stage(self) -> Any:
         """The compute of these experts around the present parameters (``to_empty`` replaces them)."""
         if not self.owned:
             return _NoExperts()
-        if self._stage is None or self._stage[0] is not self.w1_EFD:
-            mlp = FusedExpertMLP.from_parameters(self.w1_EFD, self.w2_EDF, self.w3_EFD, save=self.save)
-            self._stage = (self.w1_EFD, RankExperts(mlp, self.owned, self.num_experts))
+        first: nn.Parameter = getattr(self, self.family.parameters[0])
+        if self._stage is None or self._stage[0] is not first:
+            mlp = self.family.mlp(self, save=self.save)
+            self._stage = (first, RankExperts(mlp, self.owned, self.num_experts))
         return self._stage[1]
 
     def forward_saved(self, rows_RD: Tensor, ids_RK: Tensor, gates_RK: Tensor) -> tuple[Tensor, Any]:
@@ -86,12 +125,12 @@ class LocalExperts(Module):
 
 
 def _to_shards(module: LocalExperts, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for name in _WEIGHTS:
+    for name in module.family.parameters:
         state_dict[prefix + name] = module.shard(state_dict[prefix + name])
 
 
 def _from_shards(module: LocalExperts, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-    for name in _WEIGHTS:
+    for name in module.family.parameters:
         value = state_dict.get(prefix + name)
         if isinstance(value, ExpertShards):
             state_dict[prefix + name] = value.local

@@ -6,6 +6,7 @@ import hashlib
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from torchmoe.errors import ConfigError
@@ -30,7 +31,16 @@ def _draw(module: Any, name: str, tensor: torch.Tensor, fqn: str) -> None:
     inits = module._param_init or {}
     if name not in inits:
         raise ConfigError(f"{fqn}.{name} has no initialiser; set param_init on the module's Config")
-    inits[name](tensor)
+    if not isinstance(tensor, DTensor):
+        inits[name](tensor)
+        return
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
+    inits[name](whole)
+    (placement,) = tensor.placements
+    mesh = tensor.device_mesh
+    shards = whole.chunk(mesh.size(), dim=placement.dim)  # type: ignore[attr-defined]
+    if mesh.get_local_rank() < len(shards):
+        tensor.to_local().copy_(shards[mesh.get_local_rank()])
 
 
 @torch.no_grad()
@@ -46,6 +56,8 @@ def initialise(part: Any, seed: int) -> None:
             for name, parameter in own:
                 torch.manual_seed(seed_of(seed, f"{fqn}.{name}"))
                 _draw(module, name, parameter, fqn)
+        elif own and isinstance(own[0][1], DTensor):
+            raise ConfigError(f"{fqn} has no param_init, without which sharded weights would depend on the layout; set it")
         elif own:
             torch.manual_seed(seed_of(seed, fqn))
             module._init_self_parameters()

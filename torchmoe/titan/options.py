@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +17,7 @@ from torchmoe.pipeline.lower import lower
 from torchmoe.pipeline.schedules.afpipe import afpipe
 from torchmoe.placement import Deadlines, Head, Placement, Residual
 
-__all__ = ["DisagConfig", "exchange_options", "exchange_plan", "placement_of", "schedules"]
+__all__ = ["DisagConfig", "exchange_options", "exchange_plan", "matching_groups", "placement_of", "schedules"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,6 +60,9 @@ class DisagConfig:
 
     save: str = "preact"
     """What the experts keep for backward: ``input`` (recompute all), ``half``, ``preact`` or ``all``. Gradients are bit-equal."""
+
+    shard_attention: bool = False
+    """FSDP2 inside every attention group: its ranks hold shards of weights, gradients and optimizer states."""
 
     exchange_seconds: float = 60.0
     """Deadline of one message."""
@@ -126,6 +131,12 @@ def exchange_plan(config: Any, placement: Placement) -> Plan:
         )
     if d.save not in SAVE_MODES:
         raise ConfigError(f"disag.save={d.save!r} is unknown; use one of {', '.join(SAVE_MODES)}")
+    if d.shard_attention and (d.replicas > 1 or d.residual == "ride"):
+        what = f"disag.replicas={d.replicas}" if d.replicas > 1 else "disag.residual='ride'"
+        raise ConfigError(
+            f"disag.shard_attention with {what}: gradients of a shard would have to be summed outside of its group, too; "
+            "use larger attention groups and residual='local' or 'direct', or shard_attention=False"
+        )
     top_k = {m.router.top_k for m in _moe_layers(config)}
     if len(top_k) > 1:
         raise ConfigError(f"MoE layers with top_k {sorted(top_k)}; all of them must have the same")
@@ -143,3 +154,15 @@ def schedules(placement: Placement, disag: DisagConfig, num_microbatches: int) -
         lower(train, placement, residual=residual, fixed_sizes=not counted),
         lower(evaluate, placement, residual=residual, fixed_sizes=not counted),
     )
+
+
+def matching_groups(param_groups: Sequence[Any], part: Any) -> list[Any]:
+    """The torchtitan parameter groups of which ``part`` has parameters; the first pattern that matches a name takes it."""
+    names = [name for name, p in part.named_parameters() if p.requires_grad]
+    out = []
+    for group in param_groups:
+        taken = {name for name in names if re.search(group.pattern, name)}
+        names = [name for name in names if name not in taken]
+        if taken:
+            out.append(group)
+    return out

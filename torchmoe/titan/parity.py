@@ -38,8 +38,8 @@ class Layout:
     ffn: tuple[int, ...] = ()
     replicas: int = 1
     expert_parallel: int = 1
-    mixed: bool = False
-    """Shared experts, and dense blocks before, between and after the MoE layers."""
+    model: str = "plain"
+    """One of :data:`~torchmoe.titan.parity_models.MODELS`."""
     lengths: tuple[tuple[int, ...], ...] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     """More of :class:`~torchmoe.titan.options.DisagConfig`."""
@@ -61,18 +61,23 @@ LAYOUTS = (
     Layout("3A1F, uneven sequences", (3,), (1,)),
     Layout("1A3F, uneven experts", (1,), (3,)),
     Layout("[2,1]A x [1,2]F", (2, 1), (1, 2)),
-    Layout("2A2F, shared expert and dense layers", (2,), (2,), mixed=True),
-    Layout("[1,1]A x [1,1]F, shared expert and dense layers", (1, 1), (1, 1), mixed=True),
+    Layout("2A2F, shared expert and dense layers", (2,), (2,), model="mixed"),
+    Layout("[1,1]A x [1,1]F, shared expert and dense layers", (1, 1), (1, 1), model="mixed"),
     Layout("2A2F, idle sources", (2,), (2,), lengths=IDLE),
     Layout("2A2F, sequences of unequal length", (2,), (2,), lengths=RAGGED),
     Layout("[2,1]A x [1,2]F, sequences of unequal length", (2, 1), (1, 2), lengths=RAGGED),
     Layout("2 replicas of 1A1F", (1,), (1,), replicas=2),
-    Layout("[1,1]A x [1,1]F, ride, shared expert, dense layers", (1, 1), (1, 1), mixed=True, options={"residual": "ride"}),
+    Layout("[1,1]A x [1,1]F, ride, shared expert, dense layers", (1, 1), (1, 1), model="mixed", options={"residual": "ride"}),
     Layout("1A2F, slots, weight gradients apart", (1,), (2,), options={"combine": "slots", "weights_held": 2, "cycle": 2}),
     Layout("2A1F, fixed sizes", (2,), (1,), options={"sizes": "fixed", "capacity": 32, "save": "input"}),
     Layout("[1,1]A x [1,1]F, head on F", (1, 1), (1, 1), options={"head": "ffn"}),
-    Layout("2A1F, full recompute, shared expert, dense", (2,), (1,), mixed=True, recompute="full"),
+    Layout("2A1F, full recompute, shared expert, dense", (2,), (1,), model="mixed", recompute="full"),
     Layout("[1,1]A x [1,1]F, selective recompute", (1, 1), (1, 1), recompute="selective"),
+    Layout("2A2F, sharded attention, shared expert, dense", (2,), (2,), model="mixed", options={"shard_attention": True}),
+    Layout("[2,1]A x [1]F, sharded attention, recompute", (2, 1), (1,), recompute="full", options={"shard_attention": True}),
+    Layout("1A2F, qwen3 debug model", (1,), (2,), model="qwen3"),
+    Layout("2A1F, DeepSeek-V3 debug model, full recompute", (2,), (1,), model="deepseek_v3", recompute="full"),
+    Layout("1A2F, GPT-OSS debug model", (1,), (2,), model="gpt_oss"),
     Layout("1A2F, head on F, ride, unequal lengths", (1,), (2,), lengths=RAGGED, options={"head": "ffn", "residual": "ride"}),
 )
 
@@ -98,8 +103,8 @@ class Result:
 
 def _references(layouts: Sequence[Layout], steps: int, folder: str) -> dict[Any, Any]:
     """The single process, once per model and shape of the batch. Writes the seed checkpoints."""
-    keys = sorted({(la.mixed, la.lengths) for la in layouts}, key=repr)
-    programs = [Program(mixed=mixed, tokens=Tokens(lengths), steps=steps, folder=folder) for mixed, lengths in keys]
+    keys = sorted({(la.model, la.lengths) for la in layouts}, key=repr)
+    programs = [Program(model=model, tokens=Tokens(lengths), steps=steps, folder=folder) for model, lengths in keys]
     results = run_ranks(run_program, 1, backend="gloo", timeout=300.0, args=(programs, None))[0]
     return dict(zip(keys, results, strict=True))
 
@@ -152,7 +157,7 @@ def run_layouts(layouts: Sequence[Layout] = LAYOUTS, *, steps: int = 10, report:
             start = time.monotonic()
             programs = [
                 Program(
-                    mixed=la.mixed,
+                    model=la.model,
                     tokens=Tokens(la.lengths),
                     steps=steps,
                     folder=folder,
@@ -165,11 +170,11 @@ def run_layouts(layouts: Sequence[Layout] = LAYOUTS, *, steps: int = 10, report:
                 )
                 for la in group
             ]
-            routing = [references[la.mixed, la.lengths]["routing"] for la in group]
+            routing = [references[la.model, la.lengths]["routing"] for la in group]
             results = run_ranks(run_program, world, backend="gloo", timeout=600.0, args=(programs, routing))
             seconds = (time.monotonic() - start) / len(group)
             for i, la in enumerate(group):
-                result = _compare(la, [r[i] for r in results], references[la.mixed, la.lengths], seconds)
+                result = _compare(la, [r[i] for r in results], references[la.model, la.lengths], seconds)
                 out.append(result)
                 if report is not None:
                     report(result)

@@ -24,7 +24,7 @@ MAX_NORM = 0.5  # below the norm of these models, so that clipping acts in every
 class Program:
     """What one rank runs. Without ``attention`` torchtitan's own path."""
 
-    mixed: bool
+    model: str
     tokens: Tokens
     steps: int
     folder: str
@@ -38,24 +38,6 @@ class Program:
     """Activation checkpointing: None, "full" or "selective"."""
 
 
-def _model(mixed: bool) -> Any:
-    from torchmoe.titan.model import MoEModel
-
-    sizes: dict[str, Any] = {
-        "dim": 32,
-        "heads": 2,
-        "kv_heads": 1,
-        "head_dim": 16,
-        "experts": 8,
-        "top_k": 2,
-        "expert_dim": 24,
-        "vocab": VOCAB,
-    }
-    if mixed:
-        return MoEModel(layers=6, dense=(0, 2, 5), dense_dim=40, shared_dim=16, **sizes)
-    return MoEModel(layers=3, **sizes)
-
-
 def _trainer(program: Program, dtype: str) -> Any:
     """A Trainer or DisagTrainer of this program, at the weights of the seed checkpoint if it is there."""
     from torchtitan.components.checkpointer import CheckpointManager
@@ -67,15 +49,15 @@ def _trainer(program: Program, dtype: str) -> Any:
     from torchtitan.trainer import Trainer
 
     from torchmoe.titan.data import ByteTokenizer, NoData
-    from torchmoe.titan.model import model_spec
+    from torchmoe.titan.parity_models import MODELS
     from torchmoe.titan.shims import spmd_backend
     from torchmoe.titan.trainer import DisagConfig, DisagTrainer, split_pipeline
 
     tokens, disaggregated = program.tokens, bool(program.attention)
     sequences = sum(map(len, tokens.shape))
     local = sequences if disaggregated else sequences // program.expert_parallel if tokens.equal else 1
-    spec = model_spec(_model(program.mixed))
-    seed = os.path.join(program.folder, f"seed-{program.mixed}", "step-0")
+    spec = MODELS[program.model]()
+    seed = os.path.join(program.folder, f"seed-{program.model}", "step-0")
     common = {
         "model_spec": spec,
         "dump_folder": tempfile.gettempdir(),

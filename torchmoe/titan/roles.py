@@ -42,6 +42,12 @@ class RoleGroups:
         """The process group of the ranks that hold this rank's layers in all replicas; None if it is alone."""
         return self.groups.get(self.placement.attention_gradient_ranks(self.where.group))
 
+    def attention_mesh(self) -> DeviceMesh | None:
+        """The ranks of this rank's attention group; None on FFN ranks, and for a group of one."""
+        if self.where.role != "attention" or self.same_layers is None:
+            return None
+        return DeviceMesh.from_group(self.same_layers, utils.device_type, mesh_dim_names=("fsdp",))
+
     @classmethod
     def create(cls, placement: Placement, *, residual: Residual, device: torch.device, record: bool = False) -> RoleGroups:
         """Create all process groups on all ranks in one order. Collective; all ranks must have the same placement.
@@ -117,11 +123,12 @@ class RoleParallelDims(ParallelDims):
     roles: RoleGroups
     seed: int
     options: DisagConfig
+    optimizer: Any
 
     @classmethod
-    def of(cls, roles: RoleGroups, *, seed: int, options: DisagConfig, spmd_backend: Any) -> RoleParallelDims:
+    def of(cls, roles: RoleGroups, *, seed: int, options: DisagConfig, optimizer: Any, spmd_backend: Any) -> RoleParallelDims:
         dims = cls(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, world_size=1, spmd_backend=spmd_backend)
-        dims.roles, dims.seed, dims.options = roles, seed, options
+        dims.roles, dims.seed, dims.options, dims.optimizer = roles, seed, options, optimizer
         return dims
 
     @property

@@ -7,7 +7,7 @@ half, and all its parameters keep their names. The routed experts become :class:
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.module import Module, ModuleDict
 
 from torchmoe.errors import ConfigError
@@ -23,7 +22,7 @@ from torchmoe.pipeline.runtime.ride import RideExperts
 from torchmoe.pipeline.runtime.stage import AttentionOutput, ExpertStage, MicroBatch, RidingExpertStage, Stages
 from torchmoe.placement import Placement, Residual, Where
 from torchmoe.router import Routing
-from torchmoe.titan.expert_part import ExpertPart, LocalExperts, expert_block
+from torchmoe.titan.expert_part import ExpertPart, LocalExperts, expert_block, family_of
 
 __all__ = ["BlockPlan", "attention_half", "block_plan", "refuse_head", "split_model"]
 
@@ -102,6 +101,8 @@ def attention_half(
     def attend(h_BLD: Tensor, mask: Any, position_BL: Tensor | None) -> Tensor:
         return block.attention(block.attention_norm(h_BLD), mask, position_BL)  # type: ignore[no-any-return]
 
+    if isinstance(masks, Mapping):  # one mask per kind of layer, as GPT-OSS has
+        masks = masks[block.attn_mask_key]
     h_TD = res_TD
     if any(lengths):
         h_TD = res_TD + _by_sequence(attend, res_TD, lengths, masks, positions)
@@ -192,11 +193,7 @@ def _refuse(model: Any, placement: Placement, plan: BlockPlan) -> None:
     )
     for name in plan.moe:
         experts = model.layers[name].moe.routed_experts.inner_experts
-        if type(experts) is not GroupedExperts:
-            raise ConfigError(
-                f"layers.{name}: experts of class {type(experts).__name__} may compute something else than torchtitan's "
-                "GroupedExperts, which is what FFN ranks run; use GroupedExperts"
-            )
+        family_of(experts, f"layers.{name}")
 
 
 def refuse_head(placement: Placement, *, tied: bool, trailing: Sequence[str]) -> None:
@@ -267,7 +264,8 @@ def _expert_rank(
         if placement.ffn_group(layer) != where.group:
             continue
         block = model.layers[name]
-        local = LocalExperts.take(block.moe.routed_experts.inner_experts, placement.local_experts(layer, where.index), save=save)
+        owned = placement.local_experts(layer, where.index)
+        local = LocalExperts(block.moe.routed_experts.inner_experts, owned, save=save)
         if ride:
             held[name] = expert_block(local, block.ffn_norm, block.moe.shared_experts)
             experts[layer] = RideExperts(local, block.ffn_norm, block.moe.shared_experts)

@@ -41,13 +41,14 @@ def gradient_ranks(placement: Placement, residual: Residual) -> tuple[tuple[int,
 
 
 def gradient_sums(
-    part: Any, placement: Placement, where: Where, residual: Residual, moe_blocks: Sequence[str]
+    part: Any, placement: Placement, where: Where, residual: Residual, moe_blocks: Sequence[str], *, sharded: bool = False
 ) -> tuple[GradientSum, ...]:
     """The parameters of this rank's part by the ranks that share them, in the order of :func:`gradient_ranks`.
 
     Args:
         part: the model part of this rank.
         moe_blocks: block name of every MoE layer of the model.
+        sharded: attention ranks hold shards of their group's parameters, whose gradients FSDP2 has summed already.
     """
     sets: dict[tuple[tuple[int, ...], bool], list[Tensor]] = {}
     first = where.replica == 0 and where.index == 0
@@ -59,6 +60,8 @@ def gradient_sums(
             counted = first and where.role == "attention"
         elif ".routed_experts." in plain:
             ranks, counted = placement.expert_gradient_ranks(where.group, where.index), where.replica == 0
+        elif sharded and where.role == "attention":
+            ranks, counted = (placement.ranks(where.group, where.replica)[where.index],), where.replica == 0
         else:
             ranks, counted = placement.attention_gradient_ranks(where.group), first
         sets.setdefault((ranks, counted), []).append(parameter)

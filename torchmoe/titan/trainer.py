@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,12 +28,12 @@ from torchmoe.titan.checkpoint import ExpertOptimizer
 from torchmoe.titan.data import NoData
 from torchmoe.titan.expert_part import ExpertPart
 from torchmoe.titan.initialise import initialise
-from torchmoe.titan.options import DisagConfig, exchange_options, placement_of, schedules
+from torchmoe.titan.options import DisagConfig, exchange_options, matching_groups, placement_of, schedules
 from torchmoe.titan.roles import RoleGroups, RoleParallelDims
 from torchmoe.titan.split import split_model
 from torchmoe.titan.sums import gradient_sums
 from torchmoe.titan.validator import DisagValidator
-from torchmoe.titan.wrap import checkpoint_blocks
+from torchmoe.titan.wrap import Wrapping
 
 __all__ = ["DisagConfig", "DisagTrainer", "check_config", "placement_of", "split_pipeline"]
 
@@ -51,8 +50,9 @@ def split_pipeline(
     device: torch.device,
     model_config: Any,
     loss_fn: Any,
-    ac_config: Any = None,
-    dump_folder: str = "",
+    compile_config: Any,
+    ac_config: Any,
+    dump_folder: str,
     **kwargs: Any,
 ) -> tuple[Runner, list[nn.Module], bool, bool]:
     """A ``ModelSpec.pipelining_fn``: (runner, [this rank's part], has the embedding, has the head)."""
@@ -60,11 +60,22 @@ def split_pipeline(
     placement, where = roles.placement, roles.where
     moe = next(layer.moe for layer in model_config.layers if layer.moe is not None)
     settings = exchange_options(options, placement)
-    wrap = None if ac_config is None else partial(checkpoint_blocks, config=ac_config, dump_folder=dump_folder)
+    wrap = Wrapping(
+        parallel_dims=parallel_dims,
+        training=training,
+        parallelism=parallelism,
+        compile_config=compile_config,
+        ac_config=ac_config,
+        dump_folder=dump_folder,
+        mesh=roles.attention_mesh() if options.shard_attention else None,
+        sum_gradients=device.type == "cpu",
+    )
     part, stages, _ = split_model(
         model, placement, where, loss_fn=loss_fn, residual=settings["residual"], save=options.save, wrap=wrap
     )
     part.init_weights = lambda **_: initialise(part, parallel_dims.seed)
+    optimizer = parallel_dims.optimizer  # torchtitan wants every pattern to match in every part
+    optimizer.param_groups = matching_groups(optimizer.param_groups, part)
     exchange = M2NExchange(
         placement,
         roles.transport,
@@ -106,7 +117,10 @@ class DisagTrainer(Trainer):
         super().__init__(config)
         part = self.model_parts[0]
         blocks = [str(i) for i, layer in enumerate(self.model_config.layers) if layer.moe is not None]
-        self.sums = gradient_sums(part, self.roles.placement, self.roles.where, self.runner.exchange.residual, blocks)
+        residual = self.runner.exchange.residual
+        self.sums = gradient_sums(
+            part, self.roles.placement, self.roles.where, residual, blocks, sharded=config.disag.shard_attention
+        )
         """What of this part is summed over which ranks, and counted in the norm here."""
         if isinstance(part, ExpertPart) and self.checkpointer.enable:
             owners = {
@@ -141,7 +155,7 @@ class DisagTrainer(Trainer):
         if self.roles.where.role == "ffn":
             config.dataloader = NoData.Config()
         backend = config.parallelism.spmd_backend
-        return RoleParallelDims.of(self.roles, seed=seed, options=config.disag, spmd_backend=backend)
+        return RoleParallelDims.of(self.roles, seed=seed, options=config.disag, optimizer=config.optimizer, spmd_backend=backend)
 
     @property
     def runner(self) -> Runner:

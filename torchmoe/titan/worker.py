@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from torchmoe.errors import ConfigError, TorchMoEError
 from torchmoe.pipeline.trace import Event
@@ -149,7 +150,8 @@ def _corpus(trainer: Any) -> dict[str, Any]:
 
 def _count_parameters(trainer: Any) -> int:
     """Parameters of the whole model, each counted once."""
-    mine = sum(p.numel() for shared in trainer.sums if shared.counted for p in shared.parameters)
+    counted = [p for shared in trainer.sums if shared.counted for p in shared.parameters]
+    mine = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in counted)
     total = torch.tensor([mine], device=trainer.device)
     dist.all_reduce(total)
     return int(total)
