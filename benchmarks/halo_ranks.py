@@ -33,7 +33,7 @@ def run(network: Network, rank: int, world: int, port: int, job: dict[str, Any])
     dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=datetime.timedelta(seconds=300))
     ranks = range(world)
     lists = [*AllToAllExchange.communicators(ranks), *HierarchicalAllToAll.communicators(ranks, LANES)]
-    transport = C10dTransport.create(lists, deadlines=DEADLINES, threads=False)
+    transport = C10dTransport.create(lists, deadlines=DEADLINES)
     E = None if job["tokens"] is None else job["tokens"]["experts"]
     flat = AllToAllExchange(transport, num_experts=E, deadlines=DEADLINES)
     halo = HierarchicalAllToAll(transport, lanes=LANES, num_experts=E, deadlines=DEADLINES)

@@ -1,8 +1,9 @@
 """Messages over torch.distributed process groups: gloo on CPU, NCCL on CUDA (host communicators are always gloo).
 
 What gloo leaves out is added here. Its ``is_completed`` never turns true before ``wait`` and a wait that times out closes the
-connections, so a small thread per (communicator, side, peer) waits and :meth:`Work.done` reads its result. Its errors name
-neither operation nor peer: ours name the operation, the communicator, the peer and the bytes.
+connections, so whoever asks :meth:`Work.done` has a small thread per (communicator, side, peer) wait, and reads its result;
+whoever only waits does so in the calling thread, two switches of threads less per message. gloo's errors name neither
+operation nor peer: ours name the operation, the communicator, the peer and the bytes.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class _Posted:
         poll: Callable[[list[_Op]], None],
         sleep: Callable[[float, list[_Op]], None],
         failed: Callable[[ExchangeError], ExchangeError],
-        inline: bool = False,
+        inline: bool,
     ) -> None:
         self._ops, self._what, self._communicator, self._inline = ops, what, communicator, inline
         self._poll, self._sleep, self._failed = poll, sleep, failed
@@ -147,12 +148,9 @@ class _Posted:
 
     def wait(self, timeout: float) -> None:
         end = time.monotonic() + timeout
-        if self._inline:
+        if self._inline and self._error is None:
             self._wait_inline(end)
-        while self._error is None and not self.done():
-            bad = next((op for op in self._ops if op.error is not None), None)
-            if bad is not None:
-                break
+        while self._error is None and not any(op.error for op in self._ops) and not self.done():
             left = end - time.monotonic()
             if left <= 0:
                 self._expired(timeout)
@@ -165,18 +163,21 @@ class _Posted:
             raise self._error
 
     def _wait_inline(self, end: float) -> None:
-        """Wait for each operation in the calling thread, up to the first that fails or is late."""
+        """Wait in the calling thread for the operations that no other thread waits for, up to the first that fails. After one
+        that is late gloo closes the connections; the others are asked, too, so that only those that did not end are named."""
+        late = False
         for op in self._ops:
             if op.handed or op.ended or op.work is None:
                 continue
-            left = max(0.001, end - time.monotonic())
+            op.handed = True
             try:
-                op.work.wait(datetime.timedelta(seconds=left))
+                op.work.wait(datetime.timedelta(seconds=max(0.001, end - time.monotonic())))
             except RuntimeError as e:
-                if time.monotonic() < end:
+                late = late or time.monotonic() >= end
+                if not late:
                     op.error, op.ended = e, True
-                op.handed = True  # gloo closed the connection: there is nothing left to wait for
-                return
+                    return
+                continue
             op.ended, op.work = True, None
 
     def _expired(self, timeout: float) -> None:
@@ -202,10 +203,9 @@ class C10dTransport:
         *,
         device: torch.device,
         record: bool,
-        threads: bool = True,
         heartbeat: Heartbeat | None = None,
     ) -> None:
-        self.rank, self.world_size, self.device, self._threads = dist.get_rank(), dist.get_world_size(), device, threads
+        self.rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), device
         self._groups, self._record = groups, record
         self._log: list[Message] = []
         self._broken: dict[str, str] = {}
@@ -221,7 +221,6 @@ class C10dTransport:
         device: torch.device | str = "cpu",
         deadlines: Deadlines | None = None,
         record: bool = False,
-        threads: bool = True,
         heartbeat: bool = True,
     ) -> C10dTransport:
         """Create the process groups of ``communicators``, in order. Collective over the default process group.
@@ -231,8 +230,6 @@ class C10dTransport:
             device: where payload buffers live. ``cpu``: gloo everywhere. ``cuda``: NCCL for payloads, gloo for host ones.
             deadlines: ``init`` bounds the creation of each group.
             record: keep the byte log that :meth:`log` returns.
-            threads: False waits for gloo in the calling thread: two switches of threads less per message, for callers that
-                wait in order and seldom ask ``done()``. A lost peer is then noticed when its turn comes, within the deadline.
             heartbeat: count up a key in the store, so that errors can name the rank that died first.
 
         Raises:
@@ -262,7 +259,7 @@ class C10dTransport:
             if rank in c.ranks:
                 groups[c.name] = (c, pg)
         beat = Heartbeat(_own_store(), rank, world) if heartbeat else None
-        transport = cls(groups, device=device, record=record, threads=threads, heartbeat=beat)
+        transport = cls(groups, device=device, record=record, heartbeat=beat)
         atexit.register(_stop, weakref.ref(transport))
         return transport
 
@@ -315,9 +312,7 @@ class C10dTransport:
         op = _Swap(others, send, recv, work)
         if not gloo:
             return self._handle(c, [op], what, _poll_nccl, _sleep_nccl)
-        if self._threads:
-            self._hand_over(c.name, [op])
-        return self._handle(c, [op], what, lambda ops: self._hand_over(c.name, ops), self._sleep_gloo, not self._threads)
+        return self._handle_gloo(c, [op], what)
 
     def _group(self, communicator: str, what: str) -> tuple[Communicator, dist.ProcessGroup]:
         if communicator not in self._groups:
@@ -367,15 +362,16 @@ class C10dTransport:
     def _post_gloo(self, c: Communicator, pg: dist.ProcessGroup, ops: Sequence[P2P], what: str) -> Work:
         posted: list[_Op] = []
         for op in ops:
-            try:
-                start = dist.isend if op.side == "send" else dist.irecv
-                work = start(op.buffer, op.peer, group=pg)
+            try:  # what dist.isend and irecv call; their own checks cost as much again
+                peer = dist.get_group_rank(pg, op.peer)
+                work = pg.send([op.buffer], peer, 0) if op.side == "send" else pg.recv([op.buffer], peer, 0)
             except RuntimeError as e:
                 raise self._fail(c.name, translate(e, what, c.name, _Op(op, None))) from None
             posted.append(_Op(op, work))
-        if self._threads:
-            self._hand_over(c.name, posted)
-        return self._handle(c, posted, what, lambda ops: self._hand_over(c.name, ops), self._sleep_gloo, not self._threads)
+        return self._handle_gloo(c, posted, what)
+
+    def _handle_gloo(self, c: Communicator, ops: list[_Op], what: str) -> Work:
+        return self._handle(c, ops, what, lambda ops: self._hand_over(c.name, ops), self._sleep_gloo, True)
 
     def _hand_over(self, name: str, ops: list[_Op]) -> None:
         """Let the waiting threads have the operations that they do not have yet."""

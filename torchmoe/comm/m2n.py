@@ -23,7 +23,7 @@ from torchmoe.comm.pending import Key, Pending
 from torchmoe.comm.plan import Combine, Overflow, Plan, Sizes, handshake
 from torchmoe.comm.route import ReceivedRoute, Route, SequenceMap
 from torchmoe.comm.transport import P2P, Transport
-from torchmoe.comm.wire import COUNTS_HEADER, Gather, Layout, pack_counts, unpack_counts
+from torchmoe.comm.wire import COUNTS_HEADER, Gather, Layout, Spans, pack_counts, unpack_counts
 from torchmoe.errors import ExchangeError
 from torchmoe.placement import GroupId, Placement, Residual
 
@@ -330,8 +330,10 @@ class M2NExchange:
 
         def finish(buffer: Tensor, slices: list[Tensor]) -> Tensor:
             (rows,) = self.layouts["d_combine"].views(buffer)
-            dy_RD = rows.new_zeros(received.num_rows, self.dim)
             blocks = received.blocks(1)
+            if list(blocks) == [(s, s) for s in range(len(sources)) if (s, s) in blocks] and received.slot_rows_P is None:
+                return rows  # every source is its own next rank, so they came in the order of the dispatch, header for header
+            dy_RD = rows.new_zeros(received.num_rows, self.dim)
             at, last = 0, -1
             for s, c in sorted(blocks, key=lambda pair: pair[::-1]):
                 lo, hi = blocks[s, c]
@@ -401,7 +403,7 @@ class M2NExchange:
         for pair, span in received.blocks(0 if slots else 1, slots=slots).items():
             spans.setdefault(pair[1] if to_next else pair[0], []).append(span)
         ranks = self._ranks(self.placement.attention_group(key.layer + (1 if to_next else 0)))
-        parts = [(ranks[i], [torch.cat([t.detach()[lo:hi] for lo, hi in spans[i]]) for t in tensors]) for i in sorted(spans)]
+        parts = [(ranks[i], [Spans(t.detach(), spans[i]) for t in tensors]) for i in sorted(spans)]
         return self._messages.send(kind, key, parts)
 
     def _overflow(self, key: Key, route: Route) -> Callable[[], None]:

@@ -28,4 +28,4 @@ def mesh_transport(
             backend = "gloo" if c.host or device_type == "cpu" else "nccl"
             group = dist.new_group(list(c.ranks), backend=backend, use_local_synchronization=True, group_desc=c.name)
         found[c.name] = (c, group)
-    return C10dTransport(found, device=device, record=False, threads=False)
+    return C10dTransport(found, device=device, record=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchmoe.comm.pending import Arrivals, Key, Pending
 from torchmoe.comm.transport import P2P, Transport, Work
-from torchmoe.comm.wire import Gather, Header, Layout
+from torchmoe.comm.wire import Header, Layout, Packed
 from torchmoe.errors import ExchangeError
 from torchmoe.placement import Placement
 
@@ -130,14 +130,14 @@ class Messages:
         self,
         kind: str,
         key: Key,
-        parts: Sequence[tuple[int, Sequence[Tensor | Gather]]],
+        parts: Sequence[tuple[int, Sequence[Packed]]],
         finish: Callable[[], None] = nothing,
     ) -> Pending[None]:
         """Send to each (rank, fields) of ``parts``; ranks without rows are left out."""
         layout, ops, number = self.layouts[kind], [], None
         for rank, tensors in parts:
             first = tensors[0]
-            rows = first.rows if isinstance(first, Gather) else first.shape[0]
+            rows = first.shape[0] if isinstance(first, Tensor) else first.rows
             if rows:
                 header = self.header(kind, key, self.transport.rank, rank, rows)
                 number = header.sequence if number is None else number

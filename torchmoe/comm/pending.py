@@ -98,10 +98,10 @@ class Arrivals:
         Raises:
             ExchangeError: it, or an earlier one whose check was deferred, is not the message expected.
         """
-        words = layout.proof(buffer)
         if not self._deferred:
-            layout.check(words.tolist(), buffer, expected, what)
+            layout.check(layout.proof(buffer), buffer, expected, what)
             return
+        words = layout.proof_on_device(buffer)
         event = None
         if buffer.device.type == "cuda":
             host = torch.empty(3, dtype=torch.int64, pin_memory=True)

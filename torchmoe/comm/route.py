@@ -174,9 +174,13 @@ class Route:
     def counts(self, segments: Sequence[tuple[int, int]], num_next: int) -> Tensor:
         """Per F rank and rank of the next attention group: [N, num_next, 2] int64 of (rows, owned slots), on the host."""
         n = len(self.rows)
-        device = self.token_indices_R.device
         if self.padded:  # padding rows are of no next rank, and whoever receives padded rows does not cut them by counts
             return torch.zeros(n, num_next, 2, dtype=torch.long)
+        if len(segments) == 1:  # one rank has all these tokens next; always so with one attention group
+            out = torch.zeros(n, num_next, 2, dtype=torch.long)
+            out[:, segments[0][0]] = torch.tensor([self.rows, self.slots]).T
+            return out
+        device = self.token_indices_R.device
         next_T = torch.repeat_interleave(
             torch.tensor([i for i, _ in segments], dtype=torch.long), torch.tensor([t for _, t in segments], dtype=torch.long)
         ).to(device)
@@ -197,7 +201,9 @@ class Route:
         y_TD = self._zeros(rows_RD)
         for n, rows in enumerate(rows_RD):
             if rows.shape[0]:
-                y_TD.index_add_(0, self.token_indices_R[self.offsets[n] : self.offsets[n + 1]], rows.to(y_TD.dtype))
+                # index_add_ takes ten times as long from rows of a wider record
+                rows = rows.to(y_TD.dtype).contiguous()
+                y_TD.index_add_(0, self.token_indices_R[self.offsets[n] : self.offsets[n + 1]], rows)
         return y_TD[: self.num_tokens]
 
     def sum_slots(self, rows_PD: Sequence[Tensor]) -> Tensor:

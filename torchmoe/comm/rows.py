@@ -7,8 +7,6 @@ trailer is poisoned before it is posted, so what did not arrive cannot pass.
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from torchmoe.comm.pending import Pending
 from torchmoe.comm.transport import P2P, SwapTransport, Transport, Work
+from torchmoe.comm.wire import read_words, write_words
 from torchmoe.costs.colocated import TRAILER_BYTES, row_message_bytes
 from torchmoe.errors import ExchangeError
 
@@ -172,23 +171,13 @@ def _pack(buffer: Tensor, tensors: Sequence[Tensor], word: int) -> None:
     rows = tensors[0].shape[0]
     for view, tensor in zip(_views(buffer, rows, fields_of(tensors)), tensors, strict=True):
         view.copy_(tensor)
-    if buffer.device.type == "cpu":  # a tensor operation for 16 bytes costs as much as the rest of a small message
-        ctypes.memmove(buffer.data_ptr() + buffer.numel() - TRAILER_BYTES, struct.pack("<qq", word, rows), TRAILER_BYTES)
-    else:
-        buffer[-TRAILER_BYTES:].view(torch.int64).copy_(torch.tensor([word, rows]))
+    write_words(buffer, buffer.numel() - TRAILER_BYTES, (word, rows))
 
 
 def _poison(buffer: Tensor) -> None:
-    if buffer.device.type == "cpu":
-        ctypes.memset(buffer.data_ptr() + buffer.numel() - TRAILER_BYTES, 0xFF, TRAILER_BYTES)
-    else:
-        buffer[-TRAILER_BYTES:] = 0xFF
+    write_words(buffer, buffer.numel() - TRAILER_BYTES, (-1, -1))
 
 
 def _trailer(buffer: Tensor) -> tuple[int, int]:
-    if buffer.device.type == "cpu":
-        raw = ctypes.string_at(buffer.data_ptr() + buffer.numel() - TRAILER_BYTES, TRAILER_BYTES)
-        word, rows = struct.unpack("<qq", raw)
-        return word, rows
-    word, rows = buffer[-TRAILER_BYTES:].view(torch.int64).tolist()
+    word, rows = read_words(buffer, buffer.numel() - TRAILER_BYTES, 2)
     return word, rows

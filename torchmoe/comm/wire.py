@@ -10,8 +10,11 @@ last word of a buffer before it posts it: a mark that is still there was never w
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
@@ -20,7 +23,20 @@ from torch import Tensor
 from torchmoe.costs.exchange import message_bytes, record_bytes
 from torchmoe.errors import ConfigError, ExchangeError
 
-__all__ = ["COUNTS_HEADER", "KINDS", "Header", "Layout", "checksum", "pack_counts", "unpack_counts"]
+__all__ = [
+    "COUNTS_HEADER",
+    "KINDS",
+    "Gather",
+    "Header",
+    "Layout",
+    "Packed",
+    "Spans",
+    "checksum",
+    "pack_counts",
+    "read_words",
+    "unpack_counts",
+    "write_words",
+]
 
 KINDS = ("counts", "ids", "dispatch", "combine", "residual", "d_dispatch", "d_combine", "d_residual", "labels")
 COUNTS_HEADER = 6  # int64 words: sequence number, layer, micro-batch, checksum, plan, rows of the dispatch that follows
@@ -58,6 +74,21 @@ class Header(NamedTuple):
         return f"{self.kind} number {self.sequence} of layer {self.layer}, micro-batch {self.microbatch} with {self.rows} rows"
 
 
+def write_words(buffer: Tensor, at: int, words: Sequence[int]) -> None:
+    """Put int64 ``words`` at byte ``at`` of a uint8 buffer."""
+    if buffer.device.type == "cpu":  # a tensor operation for 16 bytes costs as much as the rest of a small message
+        ctypes.memmove(buffer.data_ptr() + at, struct.pack(f"={len(words)}q", *words), 8 * len(words))
+    else:
+        buffer[at : at + 8 * len(words)].view(torch.int64).copy_(torch.tensor(words))
+
+
+def read_words(buffer: Tensor, at: int, count: int) -> tuple[int, ...]:
+    """``count`` int64 words at byte ``at`` of a uint8 buffer; waits for a device."""
+    if buffer.device.type == "cpu":
+        return struct.unpack(f"={count}q", ctypes.string_at(buffer.data_ptr() + at, 8 * count))
+    return tuple(buffer[at : at + 8 * count].view(torch.int64).tolist())
+
+
 def checksum(buffer: Tensor) -> Tensor:
     """Checksum of bytes (a multiple of 8), as an int64 scalar on their device; a swap of two words changes it."""
     words = buffer.view(torch.int64)
@@ -75,6 +106,33 @@ class Gather(NamedTuple):
     def rows(self) -> int:
         return int(self.rows_R.shape[0])
 
+    def put(self, out: Tensor) -> None:
+        if self.values.dtype == out.dtype:
+            torch.index_select(self.values, 0, self.rows_R, out=out)
+        else:
+            out.copy_(self.values[self.rows_R])
+
+
+class Spans(NamedTuple):
+    """Rows ``values[start:stop]`` of every span, one below the other, likewise."""
+
+    values: Tensor
+    spans: Sequence[tuple[int, int]]
+
+    @property
+    def rows(self) -> int:
+        return sum(hi - lo for lo, hi in self.spans)
+
+    def put(self, out: Tensor) -> None:
+        at = 0
+        for lo, hi in self.spans:
+            out[at : at + hi - lo].copy_(self.values[lo:hi])
+            at += hi - lo
+
+
+Packed = Tensor | Gather | Spans
+"""What one field of a message is made of."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -82,7 +140,7 @@ class Layout:
 
     fields: tuple[tuple[int, torch.dtype], ...]
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Byte offset of each field."""
         at, out = 0, []
@@ -91,7 +149,7 @@ class Layout:
             at += -(-cols * dtype.itemsize // 8) * 8
         return tuple(out)
 
-    @property
+    @cached_property
     def stride(self) -> int:
         return record_bytes([cols * dtype.itemsize for cols, dtype in self.fields])
 
@@ -107,41 +165,56 @@ class Layout:
             for at, (cols, dtype) in zip(self.offsets, self.fields, strict=True)
         ]
 
-    def pack(self, header: Header, tensors: Sequence[Tensor | Gather], *, device: torch.device, check: bool = False) -> Tensor:
-        """A message: header record, then ``header.rows`` rows of the given [rows, columns] tensors, or gathered.
+    def pack(self, header: Header, tensors: Sequence[Packed], *, device: torch.device, check: bool = False) -> Tensor:
+        """A message: header record, then ``header.rows`` rows of the given [rows, columns] tensors, or picked out of larger ones.
 
         Args:
             check: put a checksum of the rows into the header.
         """
         buffer = torch.empty(self.num_bytes(header.rows), dtype=torch.uint8, device=device)
-        buffer[: self.stride].zero_()
+        self._clear_header(buffer)
         self._clear_padding(buffer)
         for view, tensor in zip(self.views(buffer), tensors, strict=True):
-            if isinstance(tensor, Gather) and tensor.values.dtype == view.dtype:
-                torch.index_select(tensor.values, 0, tensor.rows_R, out=view[1:])
+            if isinstance(tensor, Tensor):
+                view[1:].copy_(tensor)
             else:
-                view[1:].copy_(tensor.values[tensor.rows_R] if isinstance(tensor, Gather) else tensor)
+                tensor.put(view[1:])
         value = int(checksum(buffer[self.stride :])) if check else 0
-        buffer[:16].view(torch.int64).copy_(torch.tensor(header.words(value)))
+        write_words(buffer, 0, header.words(value))
         return buffer
 
     def _clear_padding(self, buffer: Tensor) -> None:
         """What stands between fields is sent, too: not what was in this memory before."""
-        records = buffer.view(-1, self.stride)
-        ends = [*self.offsets[1:], self.stride]
-        for at, (cols, dtype), end in zip(self.offsets, self.fields, ends, strict=True):
-            if at + cols * dtype.itemsize < end:
-                records[:, at + cols * dtype.itemsize : end].zero_()
+        for lo, hi in self._gaps:
+            buffer.view(-1, self.stride)[:, lo:hi].zero_()
+
+    @cached_property
+    def _gaps(self) -> list[tuple[int, int]]:
+        """Bytes of a record that belong to no field."""
+        ends = [at + cols * dtype.itemsize for at, (cols, dtype) in zip(self.offsets, self.fields, strict=True)]
+        return [(end, nxt) for end, nxt in zip(ends, [*self.offsets[1:], self.stride], strict=True) if end < nxt]
 
     def mark(self, buffer: Tensor) -> None:
         """Prepare a receive buffer: see the module."""
-        buffer[-8:].view(torch.int64).fill_(_MARK)
+        write_words(buffer, buffer.numel() - 8, (_MARK,))
 
-    def proof(self, buffer: Tensor) -> Tensor:
-        """The three words that :func:`check` needs, copied out of a received buffer; its header is then cleared."""
-        words = torch.cat([buffer[:16], buffer[-8:]]).view(torch.int64)
-        buffer[: self.stride].zero_()
+    def proof(self, buffer: Tensor) -> Sequence[int]:
+        """The three words that :func:`check` needs, read from a received buffer; its header is then cleared."""
+        words = *read_words(buffer, 0, 2), *read_words(buffer, buffer.numel() - 8, 1)
+        self._clear_header(buffer)
         return words
+
+    def proof_on_device(self, buffer: Tensor) -> Tensor:
+        """The same as a tensor on the buffer's device, which the host does not wait for."""
+        words = torch.cat([buffer[:16], buffer[-8:]]).view(torch.int64)
+        self._clear_header(buffer)
+        return words
+
+    def _clear_header(self, buffer: Tensor) -> None:
+        if buffer.device.type == "cpu":
+            ctypes.memset(buffer.data_ptr(), 0, self.stride)
+        else:
+            buffer[: self.stride].zero_()
 
     def check(self, words: Sequence[int], buffer: Tensor, expected: Header, what: str) -> None:
         """Compare what :meth:`proof` copied with the message that must come now, and the rows with the header's checksum.
@@ -171,9 +244,9 @@ def pack_counts(counts_NC2: Tensor, headers: Sequence[Header], *, plan: int) -> 
         plan: a number that both ends must share, made of all settings of the exchange.
     """
     n = len(headers)
-    words_NW = torch.zeros(n, COUNTS_HEADER + counts_NC2[0].numel(), dtype=torch.int64)
-    words_NW[:, :COUNTS_HEADER] = torch.tensor([(h.sequence, h.layer, h.microbatch, 0, plan, h.rows) for h in headers])
+    words_NW = torch.empty(n, COUNTS_HEADER + counts_NC2[0].numel(), dtype=torch.int64)
     words_NW[:, COUNTS_HEADER:] = counts_NC2.reshape(n, -1)
+    words_NW[:, :COUNTS_HEADER] = torch.tensor([(h.sequence, h.layer, h.microbatch, 0, plan, h.rows) for h in headers])
     words_NW[:, 3] = _counts_checksum(words_NW)
     return list(words_NW.view(torch.uint8).unbind())
 
@@ -186,16 +259,16 @@ def unpack_counts(buffer: Tensor, headers: Sequence[Header], sources: Sequence[i
         ExchangeError: wrong checksum, negative counts, another plan, or another message than the one expected.
     """
     words_SW = buffer.view(torch.int64).view(len(headers), -1)
-    want = torch.tensor([(h.sequence, h.layer, h.microbatch, plan) for h in headers])
-    good = (words_SW[:, [0, 1, 2, 4]] == want).all(1) & (words_SW[:, 3] == _counts_checksum(words_SW))
-    good &= (words_SW[:, COUNTS_HEADER - 1 :] >= 0).all(1)
-    if not bool(good.all()):
-        s = int((~good).int().argmax())
-        _explain_counts(words_SW[s], headers[s], f"{what} from rank {sources[s]}", plan)
+    got = torch.cat([words_SW[:, :COUNTS_HEADER], _counts_checksum(words_SW)[:, None]], 1).tolist()
+    negative = bool((words_SW[:, COUNTS_HEADER - 1 :] < 0).any())
+    for s, (h, (sequence, layer, microbatch, value, other, _, found)) in enumerate(zip(headers, got, strict=True)):
+        if (sequence, layer, microbatch, value, other) != (h.sequence, h.layer, h.microbatch, found, plan) or negative:
+            _explain_counts(words_SW[s], h, f"{what} from rank {sources[s]}", plan)
     return words_SW
 
 
 def _explain_counts(words: Tensor, expected: Header, what: str, plan: int) -> None:
+    """Raise what is wrong with one message, if anything is."""
     sequence, layer, microbatch, value, other, _ = words[:COUNTS_HEADER].tolist()
     size, name = words.numel() * 8, str(expected).split(" with ")[0]
     if value != int(_counts_checksum(words[None])):
@@ -211,10 +284,19 @@ def _explain_counts(words: Tensor, expected: Header, what: str, plan: int) -> No
             f"{what}: {name} ({size} B) comes from an exchange with other settings (plan {other:x}, here {plan:x}); "
             "call exchange.handshake() at start-up to see which one differs"
         )
-    raise ExchangeError(f"{what}: {name} announces negative rows {words[COUNTS_HEADER - 1 :].tolist()}; the sender miscounted")
+    if bool((words[COUNTS_HEADER - 1 :] < 0).any()):
+        raise ExchangeError(
+            f"{what}: {name} announces negative rows {words[COUNTS_HEADER - 1 :].tolist()}; the sender miscounted"
+        )
 
 
 def _counts_checksum(words_NW: Tensor) -> Tensor:
-    weights = torch.arange(1, words_NW.shape[1] + 1, dtype=torch.int64) * 2 + 1  # odd: no bit is lost modulo 2**64
+    return (words_NW * _weights(words_NW.shape[1])).sum(1) ^ 0x5EED
+
+
+@cache
+def _weights(width: int) -> Tensor:
+    """Odd, so that no bit is lost modulo 2**64; the checksum's own word does not count."""
+    weights = torch.arange(1, width + 1, dtype=torch.int64) * 2 + 1
     weights[3] = 0
-    return (words_NW * weights).sum(1) ^ 0x5EED
+    return weights
