@@ -258,6 +258,7 @@ class C10dTransport:
             pg = dist.new_group(list(c.ranks), timeout=limit, backend=backend, group_desc=c.name)
             if rank in c.ranks:
                 groups[c.name] = (c, pg)
+                connect(c, pg, device)
         beat = Heartbeat(_own_store(), rank, world) if heartbeat else None
         transport = cls(groups, device=device, record=record, heartbeat=beat)
         atexit.register(_stop, weakref.ref(transport))
@@ -424,6 +425,13 @@ class C10dTransport:
             error = type(error)(f"{error} [{verdict}]")
         self._broken.setdefault(name, str(error))
         return error
+
+
+def connect(c: Communicator, pg: dist.ProcessGroup, device: torch.device) -> None:
+    """Make the NCCL communicator of a group, on all its ranks. NCCL makes it at the group's first use, which hangs if that is a
+    batch of messages between some of the ranks only (``torch.distributed.batch_isend_irecv``), as ours are."""
+    if not c.host and device.type == "cuda":
+        dist.all_reduce(torch.zeros(1, device=device), group=pg)
 
 
 def _agree(communicators: Sequence[Communicator], rank: int, world: int, seconds: float) -> None:

@@ -114,6 +114,14 @@ class M2NExchange:
         """
         handshake(self.plan, self.transport)
 
+    def settle(self) -> None:
+        """Check what has arrived and was not checked yet (fixed sizes on CUDA). Call it at the end of a step.
+
+        Raises:
+            ExchangeError: a message was not the expected one.
+        """
+        self._messages.settle()
+
     # ---- pure helpers
     def owners(self, layer: int) -> Tensor:
         """Expert -> index in the layer's F group, on the exchange's device."""

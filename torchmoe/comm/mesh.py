@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from torchmoe.comm.c10d import C10dTransport
+from torchmoe.comm.c10d import C10dTransport, connect
 from torchmoe.placement import Communicator
 
 __all__ = ["mesh_transport"]
@@ -28,4 +28,5 @@ def mesh_transport(
             backend = "gloo" if c.host or device_type == "cpu" else "nccl"
             group = dist.new_group(list(c.ranks), backend=backend, use_local_synchronization=True, group_desc=c.name)
         found[c.name] = (c, group)
+        connect(c, group, device)
     return C10dTransport(found, device=device, record=False)

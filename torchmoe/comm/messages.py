@@ -88,6 +88,10 @@ class Messages:
             self._names[kind, layer] = self.placement.communicator(kind, layer)
         return self._names[kind, layer]
 
+    def settle(self) -> None:
+        """Read all proofs of arrival that were deferred."""
+        self._arrivals.settle()
+
     @staticmethod
     def what(side: str, kind: str, key: Key, number: int | None = None) -> str:
         """The operation's name in errors."""

@@ -117,3 +117,10 @@ class Arrivals:
         while self._open and (self._open[0][0] is None or self._open[0][0].query()):  # type: ignore[no-untyped-call]
             _, words, check = self._open.pop(0)
             check(words.tolist())
+
+    def settle(self) -> None:
+        """Wait for the proofs that have not come yet and read them: at the end of a step, when nothing else would."""
+        for event, _, _ in self._open:
+            if event is not None:
+                event.synchronize()  # type: ignore[no-untyped-call]
+        self.poll()

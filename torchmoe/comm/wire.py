@@ -78,8 +78,10 @@ def write_words(buffer: Tensor, at: int, words: Sequence[int]) -> None:
     """Put int64 ``words`` at byte ``at`` of a uint8 buffer."""
     if buffer.device.type == "cpu":  # a tensor operation for 16 bytes costs as much as the rest of a small message
         ctypes.memmove(buffer.data_ptr() + at, struct.pack(f"={len(words)}q", *words), 8 * len(words))
-    else:
-        buffer[at : at + 8 * len(words)].view(torch.int64).copy_(torch.tensor(words))
+    else:  # scalars travel with the kernel; a copy from the host would wait for all that the stream has to do before
+        view = buffer[at : at + 8 * len(words)].view(torch.int64)
+        for i, word in enumerate(words):
+            view[i].fill_(word)
 
 
 def read_words(buffer: Tensor, at: int, count: int) -> tuple[int, ...]:

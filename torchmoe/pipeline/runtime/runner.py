@@ -214,6 +214,7 @@ class Runner:
     def _run(self, schedule: Schedule, batch: Batch, losses: list[Tensor] | None) -> None:
         self._role.begin(batch)
         self._engine.run(schedule.lists[str(self.where.group)])
+        self.exchange.settle()
         self.aux_loss = batch.aux_loss
         if losses is not None:
             losses.extend(batch.losses)
