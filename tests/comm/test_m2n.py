@@ -35,6 +35,22 @@ def test_several_groups_of_any_size_equal_one_process(attention: tuple[int, ...]
     check(random_toy(attention, ffn, layers=4, settings={"residual": residual}))
 
 
+@pytest.mark.parametrize("mode", ["async", "comm"])
+@pytest.mark.parametrize(
+    ("attention", "ffn", "settings"),
+    [
+        ((2,), (3,), {}),
+        ((2, 1), (1, 2), {"residual": "direct"}),
+        ((1, 2), (2,), {"residual": "ride"}),
+        ((3,), (2,), {"combine": "slots"}),
+    ],
+)
+def test_a_head_on_the_last_expert_ranks_equals_one_process(
+    attention: tuple[int, ...], ffn: tuple[int, ...], settings: dict[str, object], mode: str
+) -> None:
+    check(random_toy(attention, ffn, layers=3, settings=settings, head="ffn"), mode=mode)
+
+
 @pytest.mark.parametrize(("m", "n"), [(1, 1), (2, 3), (3, 2)])
 def test_ride_on_one_attention_group_equals_one_process(m: int, n: int) -> None:
     check(random_toy([m], [n], layers=2, settings={"residual": "ride"}))

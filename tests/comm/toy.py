@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class Toy:
     dtype: torch.dtype = torch.float64
     owners: tuple[tuple[int, ...], ...] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    head: Literal["attention", "ffn"] = "attention"
 
     @property
     def placement(self) -> Placement:
@@ -45,6 +46,7 @@ class Toy:
             num_experts=self.num_experts,
             replicas=self.replicas,
             owners=self.owners,
+            head=self.head,
         )
 
     @property
@@ -182,7 +184,7 @@ def _attention(ex: M2NExchange, calls: M2NCalls, toy: Toy, p: Params) -> dict[st
     if ex.where.group == pl.embedding_group:
         inputs = torch.cat([data[q] for q in mine] or [torch.zeros(0, toy.dim, dtype=toy.dtype)]).requires_grad_()
         h = inputs
-    ride, many = ex.residual == "ride", len(pl.attention) > 1
+    ride = ex.residual == "ride"
     for layer in range(num_layers):
         key = Key(layer, 0)
         if ex.where.group == pl.attention_group(layer):
@@ -192,7 +194,7 @@ def _attention(ex: M2NExchange, calls: M2NCalls, toy: Toy, p: Params) -> dict[st
             x = norm(r, p, layer)
             routing = Routing(ids, gates_of(x, ids, p, layer))
             res = r if ride else r + shared(x, p, layer)
-            if many:
+            if pl.hands_over(layer):
                 calls.dispatch(key, seqs, r if ride else x, routing)
                 if not ride:
                     calls.send_residual(key, seqs, res)
@@ -200,10 +202,8 @@ def _attention(ex: M2NExchange, calls: M2NCalls, toy: Toy, p: Params) -> dict[st
                 y = calls(key, seqs=seqs, x_TD=r if ride else x, routing=routing)
                 assert y is not None
                 h = y if ride else res + y
-        if many and ex.where.group == pl.attention_group(layer + 1):
-            h = calls.collect(key, seqs)
-            if not ride:
-                h = h + calls.receive_residual(key, seqs)
+        if pl.hands_over(layer) and ex.where.group == pl.attention_group(layer + 1):
+            h = collected(ex, calls, key, seqs)
     last = ex.where.group == pl.head_group
     if last:
         assert h is not None
@@ -216,14 +216,23 @@ def _attention(ex: M2NExchange, calls: M2NCalls, toy: Toy, p: Params) -> dict[st
 
 
 def _ffn(ex: M2NExchange, calls: M2NCalls, toy: Toy, p: Params) -> dict[str, Any]:
-    pl = ex.placement
+    pl, h, loss = ex.placement, None, None
     for layer in range(len(toy.ids)):
         if ex.where.group == pl.ffn_group(layer):
             key = Key(layer, 0)
             rows = calls.receive(key)
             calls.combine(key, expert_rank(ex, calls, key, rows, p))
-    calls.backward()
-    return {}
+    if ex.where.group == pl.head_group:
+        h = collected(ex, calls, key, SequenceMap(pl, toy.lengths))
+        loss = loss_of(h)
+    calls.backward(loss)
+    return {"h": None if h is None else h.detach()}
+
+
+def collected(ex: M2NExchange, calls: M2NCalls, key: Key, seqs: SequenceMap) -> Tensor:
+    """The next layer's input, on the ranks it was handed over to."""
+    y = calls.collect(key, seqs)
+    return y if ex.residual == "ride" else y + calls.receive_residual(key, seqs)
 
 
 def expert_rank(ex: M2NExchange, calls: M2NCalls, key: Key, rows: Rows, p: Params) -> Tensor:

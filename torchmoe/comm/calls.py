@@ -41,8 +41,10 @@ class M2NCalls:
         loss.backward(); calls.finish()                                       # attention rank, one attention group
         calls.backward()                                                      # F rank
 
-    With several attention groups a rank of A_l calls :meth:`dispatch` (and :meth:`send_residual`), a rank of A_{l+1}
-    :meth:`collect` (and :meth:`receive_residual`), and every rank ends with :meth:`backward`.
+    Where the next layer's attention is on another group (``placement.hands_over(layer)``: several attention groups, or the last
+    layer with head='ffn') a rank of A_l calls :meth:`dispatch` (and :meth:`send_residual`), a rank of A_{l+1} calls
+    :meth:`collect` (and :meth:`receive_residual`) - so does an F rank with the head, after its :meth:`combine` - and every rank
+    ends with :meth:`backward`.
 
     Args:
         exchange: this rank's ends.
@@ -50,11 +52,6 @@ class M2NCalls:
 
     def __init__(self, exchange: M2NExchange) -> None:
         self.exchange = exchange
-        self._many = len(exchange.placement.attention) > 1
-        if exchange.placement.head == "ffn":
-            raise ConfigError(
-                "head='ffn' needs the runner, which brings the last rows from F to F; use head='attention' in own loops"
-            )
         self._sends: list[Pending[None]] = []
         self._roots: dict[Key, list[Tensor]] = {}
         self._received: dict[Key, ReceivedRoute] = {}
@@ -68,19 +65,21 @@ class M2NCalls:
         routing: Routing | None = None,
         experts: Callable[[Rows], Tensor] | None = None,
     ) -> Tensor | None:
-        """The routed experts of one layer, one attention group: y_TD on attention ranks, None on F ranks.
+        """The routed experts of one layer that stays on its attention group: y_TD on attention ranks, None on F ranks.
 
         Args:
             seqs, x_TD, routing: on attention ranks.
             experts: on F ranks, from the rows to the partial sums y_RD over this rank's experts, gates applied.
 
         Raises:
-            ConfigError: several attention groups, or arguments of the other role.
+            ConfigError: the result belongs to another group, or arguments of the other role.
         """
-        if self._many:
+        placement = self.exchange.placement
+        if placement.hands_over(key.layer):
             raise ConfigError(
-                f"attention={list(self.exchange.placement.attention)}: with several attention groups the result belongs to the "
-                "next group's ranks; use dispatch() there and collect() here"
+                f"layer {key.layer} is handed over from {placement.attention_group(key.layer)} to "
+                f"{placement.attention_group(key.layer + 1)}: the result belongs to that group's ranks; use dispatch() here and "
+                "collect() there, and receive() and combine() on its F ranks"
             )
         if self.exchange.where.role == "ffn":
             if experts is None:
@@ -96,7 +95,7 @@ class M2NCalls:
     def dispatch(self, key: Key, seqs: SequenceMap, x_TD: Tensor, routing: Routing) -> None:
         """Send the rows of layer ``key.layer`` (h itself with residual='ride'), and the routing to the next group."""
         token, _ = self._dispatch(key, seqs, x_TD, routing)
-        if self._many:
+        if self.exchange.placement.hands_over(key.layer):
             self._keep(self.exchange.send_ids(key, routing.expert_ids_TK, seqs))
         self._root(key, token)
 
@@ -167,6 +166,7 @@ class M2NCalls:
         for pending in self._sends:
             pending.wait()
         self._sends.clear()
+        self.exchange.settle()
 
     # ---- inside
     def _keep(self, pending: Pending[None]) -> None:
