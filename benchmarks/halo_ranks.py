@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmarks.netns import Network
 from torchmoe.comm.all_to_all import AllToAllExchange
+from torchmoe.comm.auto import AutoAllToAll
 from torchmoe.comm.c10d import C10dTransport
 from torchmoe.comm.halo import HierarchicalAllToAll
 from torchmoe.comm.token_exchange import TokenExchange
@@ -32,17 +33,18 @@ def run(network: Network, rank: int, world: int, port: int, job: dict[str, Any])
     store = dist.TCPStore(network.address(0), port, world, rank == 0, timeout=datetime.timedelta(seconds=300))
     dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=datetime.timedelta(seconds=300))
     ranks = range(world)
-    lists = [*AllToAllExchange.communicators(ranks), *HierarchicalAllToAll.communicators(ranks, LANES)]
-    transport = C10dTransport.create(lists, deadlines=DEADLINES)
+    transport = C10dTransport.create(AutoAllToAll.communicators(ranks, LANES), deadlines=DEADLINES)
     E = None if job["tokens"] is None else job["tokens"]["experts"]
     flat = AllToAllExchange(transport, num_experts=E, deadlines=DEADLINES)
     halo = HierarchicalAllToAll(transport, lanes=LANES, num_experts=E, deadlines=DEADLINES)
+    auto = AutoAllToAll(transport, lanes=LANES, num_experts=E, deadlines=DEADLINES)
     out: dict[str, Any] = {
         "link": ping_pong(rank),
-        "sizes": [plain(rank, world, n, flat, halo, job["reps"]) for n in job["sizes"]],
+        "model": {"between": vars(auto.links.between), "inside": vars(auto.links.inside), "counts": auto.counts_form},
+        "sizes": [plain(rank, world, n, flat, halo, auto, job["reps"]) for n in job["sizes"]],
     }
     if job["tokens"] is not None:
-        out["tokens"] = tokens(rank, flat, halo, job["tokens"], job["reps"])
+        out["tokens"] = tokens(rank, flat, halo, auto, job["tokens"], job["reps"])
         out["overlap"] = overlap(rank, halo, job["tokens"], job["reps"])
     dist.barrier()
     dist.destroy_process_group()
@@ -98,7 +100,9 @@ def gloo_rows(x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
     return out
 
 
-def plain(rank: int, world: int, pair_bytes: int, flat: TokenExchange, halo: TokenExchange, reps: int) -> dict[str, Any]:
+def plain(
+    rank: int, world: int, pair_bytes: int, flat: TokenExchange, halo: TokenExchange, auto: AutoAllToAll, reps: int
+) -> dict[str, Any]:
     """Ragged rows of about ``pair_bytes`` per pair of ranks: with the counts, and the rows alone."""
     cols = 16 if pair_bytes < 4096 else 256
     rows = max(1, pair_bytes // (4 * cols))
@@ -107,22 +111,26 @@ def plain(rank: int, world: int, pair_bytes: int, flat: TokenExchange, halo: Tok
     send, recv = table[rank], [row[rank] for row in table]
     x = torch.randn(sum(send), cols, generator=torch.Generator().manual_seed(rank))
     want = gloo_rows(x, send, recv)
-    for exchange in (flat, halo):
+    for exchange in (flat, halo, auto):
         if not torch.equal(exchange.all_to_all(x, send), want):
             raise RuntimeError(f"{type(exchange).__name__} differs from all_to_all_single at {pair_bytes} B")
-    plans = {e: e._plan_rows(tuple(send), None) for e in (flat, halo)}
+    plans = {e: e._plan_rows(tuple(send), None) for e in (flat, halo, auto)}
+    before = dict(auto.chosen)
     times = timed(
         {
             "gloo": lambda: gloo_rows(x, send, gloo_counts(send)),
             "flat": lambda: flat.all_to_all(x, send),
             "halo": lambda: halo.all_to_all(x, send),
+            "auto": lambda: auto.all_to_all(x, send),
             "gloo rows": lambda: gloo_rows(x, send, recv),
             "flat rows": lambda: flat._out(plans[flat], "rows", [x]),
             "halo rows": lambda: halo._out(plans[halo], "rows", [x]),
+            "auto rows": lambda: auto._out(plans[auto], "rows", [x]),
         },
         reps,
     )
-    return {"pair_bytes": pair_bytes, "rank_bytes": 4 * cols * sum(send), "times": times}
+    form = max(auto.chosen, key=lambda f: auto.chosen[f] - before[f])
+    return {"pair_bytes": pair_bytes, "rank_bytes": 4 * cols * sum(send), "times": times, "form": form}
 
 
 def routed(rank: int, shape: dict[str, int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,7 +150,9 @@ def gloo_slots(x: Tensor, ids: Tensor, per_rank: int, world: int) -> Tensor:
     return torch.zeros_like(x).index_add_(0, order // ids.shape[1], back)
 
 
-def tokens(rank: int, flat: TokenExchange, halo: TokenExchange, shape: dict[str, int], reps: int) -> dict[str, Any]:
+def tokens(
+    rank: int, flat: TokenExchange, halo: TokenExchange, auto: TokenExchange, shape: dict[str, int], reps: int
+) -> dict[str, Any]:
     """Dispatch and combine of tokens with identity experts: per slot by gloo, rank-deduplicated, node-deduplicated."""
     x, ids, gates = routed(rank, shape)
     per_rank = shape["experts"] // flat.num_ranks
@@ -156,6 +166,7 @@ def tokens(rank: int, flat: TokenExchange, halo: TokenExchange, shape: dict[str,
         "slots": lambda: gloo_slots(x, ids, per_rank, flat.num_ranks),
         "rank dedup": lambda: form(flat),
         "node dedup": lambda: form(halo),
+        "auto": lambda: form(auto),
     }
     for name, call in forms.items():
         torch.testing.assert_close(call(), x * shape["K"], msg=lambda m, name=name: f"{name}: {m}")

@@ -21,6 +21,7 @@ _HOME = {
     "C10dTransport": "torchmoe.comm.c10d",
     "Key": "torchmoe.comm.m2n",
     "AllToAllExchange": "torchmoe.comm.all_to_all",
+    "AutoAllToAll": "torchmoe.comm.auto",
     "HierarchicalAllToAll": "torchmoe.comm.halo",
     "M2NExchange": "torchmoe.comm.m2n",
     "Schedule": "torchmoe.pipeline.action",
@@ -36,6 +37,7 @@ __all__ = ["__version__", *sorted(_HOME)]
 
 if TYPE_CHECKING:
     from torchmoe.comm.all_to_all import AllToAllExchange as AllToAllExchange
+    from torchmoe.comm.auto import AutoAllToAll as AutoAllToAll
     from torchmoe.comm.c10d import C10dTransport as C10dTransport
     from torchmoe.comm.halo import HierarchicalAllToAll as HierarchicalAllToAll
     from torchmoe.comm.m2n import Key as Key

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from torchmoe import DispatchQueue, FusedExpertMLP, MoELayer, Routing, TopKRouter
 from torchmoe.comm.all_to_all import AllToAllExchange
+from torchmoe.comm.auto import AutoAllToAll
 from torchmoe.comm.halo import HierarchicalAllToAll
+from torchmoe.comm.links import Hop, LinkModel
 from torchmoe.comm.token_exchange import TokenExchange
 from torchmoe.comm.waves import overlapped
 from torchmoe.errors import ExchangeError
@@ -75,6 +77,16 @@ class Fixed(torch.nn.Module):
 def hierarchical(ctx: RankContext, lanes: int, **options: Any) -> HierarchicalAllToAll:
     transport = ctx.transport(HierarchicalAllToAll.communicators(range(ctx.world), lanes))
     return HierarchicalAllToAll(transport, lanes=lanes, **options)
+
+
+def auto(ctx: RankContext, lanes: int, **options: Any) -> AutoAllToAll:
+    return AutoAllToAll(ctx.transport(AutoAllToAll.communicators(range(ctx.world), lanes)), lanes=lanes, **options)
+
+
+def auto_parallel(ctx: RankContext, lanes: int, case: Case) -> tuple[Any, dict[str, int], str]:
+    """The layer over an automatic exchange that measures its links; with what it chose and what it measured."""
+    exchange = auto(ctx, lanes, num_experts=case["experts"])
+    return parallel(exchange, case), exchange.chosen, repr(exchange.links)
 
 
 def my_tokens(case: Case, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -145,6 +157,27 @@ def late(ctx: RankContext, lanes: int, collective: bool) -> str:
     except ExchangeError as e:
         return f"{time.monotonic() - started:.1f} s: {e}"
     return "no error"
+
+
+def other_rows(ctx: RankContext, lanes: int, what: str) -> None:
+    """Rank 1 passes rows that the others do not expect. Without a check gloo ends the process that is sent too much."""
+    options: dict[str, Any] = {"num_experts": 4, "deadlines": Deadlines(exchange=1.5)}
+    exchange = auto(ctx, lanes, links=DEAR, **options) if lanes else flat(ctx, **options)
+    x, ids, gates = torch.ones(4, DIM), torch.arange(4)[:, None], torch.ones(4, 1)
+    if ctx.rank == 1:
+        x = {"dtype": x.double(), "width": torch.ones(4, DIM + 2)}.get(what, x)
+        if what == "k":
+            ids, gates = ids.expand(4, 2), gates.expand(4, 2)
+        if what == "gates":
+            gates = gates.double()
+        if what == "owners":
+            exchange.own([1, 0, 2, 3] if ctx.world == 4 else [1, 0, 0, 1])
+        if what == "call":
+            exchange.all_to_all(x[: ctx.world], [1] * ctx.world)
+    exchange.dispatch(x, ids, gates)
+
+
+DEAR = LinkModel(between=Hop(0.0, 1e9, per_message=1.0), inside=Hop(0.0, 1e9))
 
 
 def all_dtypes(ctx: RankContext, case: Case, dtypes: tuple[torch.dtype, ...]) -> list[tuple[Tensor, dict[str, Tensor]]]:

@@ -27,6 +27,7 @@ from .ep_programs import (
     flat,
     on_meshes,
     one_device,
+    other_rows,
     random_routing,
 )
 
@@ -198,6 +199,29 @@ def disagree(ctx: RankContext) -> None:
 def test_ranks_that_call_different_exchanges_are_told_and_do_not_hang(backend: str) -> None:
     out = run_ranks(disagree, 2, backend=backend, timeout=120, check=False)  # type: ignore[arg-type]
     assert all(isinstance(f, RankFailure) and isinstance(f.error, ExchangeError) and f.seconds < 60 for f in out)
+
+
+@pytest.mark.parametrize("backend", ["sim", "gloo"])
+@pytest.mark.parametrize("what", ["dtype", "width", "k", "gates", "owners", "call"])
+def test_rows_that_the_others_do_not_expect_are_refused_with_the_counts(what: str, backend: str) -> None:
+    for lanes, world in ((0, 2), (2, 4)):
+        out = run_ranks(other_rows, world, backend=backend, timeout=60, check=False, args=(lanes, what))  # type: ignore[arg-type]
+        assert all(isinstance(f, RankFailure) and isinstance(f.error, ExchangeError) for f in out), out
+        assert any("announces other rows" in f.text and "call the same operation" in f.text for f in out)
+
+
+def other_results(ctx: RankContext) -> None:
+    exchange = flat(ctx, num_experts=2)
+    here = exchange.dispatch(torch.ones(2, DIM), torch.tensor([[0], [1]]), torch.ones(2, 1))
+    rows = here.rows_RD
+    for wrong in (rows.double(), rows[:1], torch.cat([rows, rows], 1), None):
+        with pytest.raises(ConfigError, match="return one row per received row, of its width and dtype"):
+            exchange.combine(wrong, here)  # type: ignore[arg-type]
+    exchange.combine(rows, here)
+
+
+def test_results_that_the_others_do_not_expect_are_refused_before_anything_is_sent() -> None:
+    run_ranks(other_results, 2)
 
 
 def wrong_counts(ctx: RankContext) -> None:

@@ -254,7 +254,7 @@ def other_owners(ctx: RankContext) -> None:
 
 def test_different_owner_tables_are_noticed() -> None:
     out = run_ranks(other_owners, 4, check=False)
-    assert any(f is not None and "different expert owners" in f.text for f in out)
+    assert any(f is not None and "announces other rows" in f.text and "owners" in f.text for f in out)
 
 
 def test_twice_through_an_overlapped_backward_is_refused() -> None:

@@ -100,7 +100,8 @@ class AllToAllExchange(TokenExchange):
         return FlatPlan(send_rows, check_recv(recv_rows, send_rows, self.index) or self._counts(send_rows), None)
 
     def _counts(self, send_rows: Sequence[int]) -> tuple[int, ...]:
-        got = self._wire.counts(COUNTS, {r: [n] for r, n in zip(self.ranks, send_rows, strict=True) if r != self._me}, 1)
+        sent = {r: [n] for r, n in zip(self.ranks, send_rows, strict=True) if r != self._me}
+        got = self._wire.counts(COUNTS, sent, 1, self.form)
         got[self._me] = [send_rows[self.index]]
         return tuple(got[r][0] for r in self.ranks)
 

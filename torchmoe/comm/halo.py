@@ -159,12 +159,12 @@ class HierarchicalAllToAll(TokenExchange):
         self._nodes_E, self._lanes_E = self._nodes_E.to(device), self._lanes_E.to(device)
         route = Route.build(expert_ids_TK, self._nodes_E, t.nodes)
         rows = Route.build(expert_ids_TK, self._device_owners(device), t.nodes * t.lanes).rows
-        return self._exchange_counts(route.rows, rows, split, route)
+        return self._exchange_counts(route.rows, rows, split, route)[0]
 
     def _plan_rows(self, send_rows: tuple[int, ...], recv_rows: tuple[int, ...] | None) -> HaloPlan:
         t = self.topology
         out = tuple(sum(send_rows[n * t.lanes : (n + 1) * t.lanes]) for n in range(t.nodes))
-        plan = self._exchange_counts(out, send_rows, False, None)
+        plan, _ = self._exchange_counts(out, send_rows, False, None)
         found = tuple(plan.final[k][n] for n in range(t.nodes) for k in range(t.lanes))
         if recv_rows is not None and recv_rows != found:
             raise ExchangeError(
@@ -172,28 +172,33 @@ class HierarchicalAllToAll(TokenExchange):
             )
         return plan
 
-    def _exchange_counts(self, out: tuple[int, ...], rows: Sequence[int], split: bool, route: Route | None) -> HaloPlan:
-        t, me = self.topology, (self.node, self.lane)
-        first = {n: [out[n], *rows[n * t.lanes : (n + 1) * t.lanes]] for n in range(t.nodes)}
-        by_node = self._counts("lane", first, 1 + t.lanes)
+    def _exchange_counts(
+        self, out: tuple[int, ...], rows: Sequence[int], split: bool, route: Route | None, shared: Sequence[int] = ()
+    ) -> tuple[HaloPlan, list[int]]:
+        """(the plan, the largest of each of the ``shared`` numbers over all ranks)."""
+        t, me, s = self.topology, (self.node, self.lane), len(shared)
+        first = {n: [*shared, out[n], *rows[n * t.lanes : (n + 1) * t.lanes]] for n in range(t.nodes)}
+        by_node = self._counts("lane", first, s + 1 + t.lanes)
         by_node[me[0]] = first[me[0]]
-        second = {k: [by_node[m][1 + k] for m in range(t.nodes)] for k in range(t.lanes)}
-        by_lane = self._counts("node", second, t.nodes)
+        largest = [max(v[i] for v in by_node.values()) for i in range(s)]
+        second = {k: [*largest, *(by_node[m][s + 1 + k] for m in range(t.nodes))] for k in range(t.lanes)}
+        by_lane = self._counts("node", second, s + t.nodes)
         by_lane[me[1]] = second[me[1]]
-        return HaloPlan(
+        plan = HaloPlan(
             out,
-            tuple(by_node[m][0] for m in range(t.nodes)),
-            [by_node[m][1:] for m in range(t.nodes)],
-            [by_lane[k] for k in range(t.lanes)],
+            tuple(by_node[m][s] for m in range(t.nodes)),
+            [by_node[m][s + 1 :] for m in range(t.nodes)],
+            [by_lane[k][s:] for k in range(t.lanes)],
             t.waves(self.node, split=split),
             route,
         )
+        return plan, [max(v[i] for v in by_lane.values()) for i in range(s)]
 
     def _counts(self, axis: str, values: Mapping[int, Sequence[int]], width: int) -> dict[int, list[int]]:
         peers = self.peers[axis]
         if not peers:
             return {}
-        got = self._wire.counts(NAMES[axis, "counts"], {r: values[i] for i, r in peers.items()}, width)
+        got = self._wire.counts(NAMES[axis, "counts"], {r: values[i] for i, r in peers.items()}, width, self.form)
         return {i: got[r] for i, r in peers.items()}
 
     # ---- whole exchanges

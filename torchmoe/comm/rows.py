@@ -7,6 +7,7 @@ trailer is poisoned before it is posted, so what did not arrive cannot pass.
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -120,13 +121,28 @@ class RowWire:
         got = [into[r].numel() if r in into else 0 for r in ranks]
         return self._swap.swap(communicator, send, sent, recv, got, what=what)
 
-    def counts(self, communicator: str, values: Mapping[int, Sequence[int]], width: int) -> dict[int, list[int]]:
-        """Exchange ``width`` integers with every peer (on the host, also zeros): global rank -> what it sent here."""
-        fields: list[Field] = [(width, torch.int64)]
-        rows = torch.tensor(list(values.values()), dtype=torch.int64)
+    def counts(self, communicator: str, values: Mapping[int, Sequence[int]], width: int, form: str) -> dict[int, list[int]]:
+        """Exchange ``width`` integers with every peer (on the host, also zeros): global rank -> what it sent here.
+
+        Args:
+            form: what the rows that follow are like. Sizes of messages follow from it, so it must be the same on both ends.
+
+        Raises:
+            ExchangeError: a peer's rows are of another form; nothing of the rows has been sent then.
+        """
+        fields: list[Field] = [(width + 1, torch.int64)]
+        mine = zlib.crc32(form.encode())
+        rows = torch.tensor([[mine, *v] for v in values.values()], dtype=torch.int64)
         sends = {peer: [rows[i : i + 1]] for i, peer in enumerate(values)}
         pending = self.post(communicator, "counts", sends, dict.fromkeys(values, 1), fields, device=torch.device("cpu"))
-        return {peer: tensors[0][0].tolist() for peer, tensors in pending.wait().items()}
+        got = {peer: tensors[0][0].tolist() for peer, tensors in pending.wait().items()}
+        for peer, (theirs, *_) in got.items():
+            if theirs != mine:
+                raise ExchangeError(
+                    f"rank {peer} announces other rows on {communicator!r} than rank {self.transport.rank}, which has {form}; "
+                    "call the same operation with the same widths, dtypes and expert owners on all ranks"
+                )
+        return {peer: numbers for peer, (_, *numbers) in got.items()}
 
     def _word(self, communicator: str, side: str, peer: int, kind: str) -> int:
         key = communicator, side, peer

@@ -6,9 +6,11 @@ other way and adds them up per token; ``_out`` is the gradient of ``_back`` and 
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torchmoe.comm.route import Route
 from torchmoe.errors import ConfigError
 from torchmoe.placement import contiguous_owners
 
-__all__ = ["Dispatched", "TokenExchange"]
+__all__ = ["Dispatched", "TokenExchange", "check_results"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class TokenExchange(ABC):
         if num_experts is None and owners is not None:
             raise ConfigError(f"owners={list(owners)} were given without num_experts; give both")
         self.index, self.num_ranks, self.num_experts = index, num_ranks, num_experts
+        self.form = ""
+        """What the rows of the call in progress are like; compared with the counts."""
         self.owners: tuple[int, ...] = ()
         if num_experts is not None:
             self.own(contiguous_owners(num_experts, num_ranks) if owners is None else owners)
@@ -96,30 +100,37 @@ class TokenExchange(ABC):
             RoutingError: ids out of range.
             ExchangeError: a message was late, lost or not the one expected.
         """
-        self.check_tokens(x_TD, expert_ids_TK, gates_TK)
+        self.start_tokens(x_TD, expert_ids_TK, gates_TK)
         plan = self._plan(expert_ids_TK)
         rows_RD, gates_RK, ids_RK = _apply(_Out, self, plan, "dispatch", x_TD, gates_TK, expert_ids_TK.to(torch.int32))
         return Dispatched(rows_RD, ids_RK, gates_RK, plan)
 
-    def check_tokens(self, x_TD: Tensor, expert_ids_TK: Tensor, gates_TK: Tensor) -> None:
-        """Refuse what :meth:`dispatch` cannot send."""
+    def start_tokens(self, x_TD: Tensor, expert_ids_TK: Tensor, gates_TK: Tensor) -> None:
+        """Refuse what :meth:`dispatch` cannot send, and remember what its rows are like."""
         if self.num_experts is None:
             raise ConfigError("this exchange was built without num_experts, so it cannot route tokens; give num_experts")
-        if x_TD.ndim != 2 or expert_ids_TK.shape != gates_TK.shape or expert_ids_TK.shape[:1] != x_TD.shape[:1]:
+        if x_TD.ndim != 2 or gates_TK.ndim != 2 or expert_ids_TK.shape != gates_TK.shape or len(gates_TK) != len(x_TD):
             raise ConfigError(
                 f"x {tuple(x_TD.shape)}, expert ids {tuple(expert_ids_TK.shape)} and gates {tuple(gates_TK.shape)} "
                 "must be [T, D], [T, K] and [T, K] of one T"
             )
+        floats = x_TD.is_floating_point() and gates_TK.is_floating_point()
+        if not floats or expert_ids_TK.is_floating_point() or expert_ids_TK.dtype == torch.bool:
+            raise ConfigError(
+                f"x {x_TD.dtype} and gates {gates_TK.dtype} must be floating point, expert ids {expert_ids_TK.dtype} integers; "
+                "cast them"
+            )
+        self.form = (
+            f"tokens of {x_TD.shape[1]} {x_TD.dtype} with {gates_TK.shape[1]} {gates_TK.dtype} gates and "
+            f"owners {zlib.crc32(repr(self.owners).encode()):x}"
+        )
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Return the rows of :meth:`dispatch`, one result each, and sum them per token: y_TD (differentiable).
 
         Sums are taken in fp32 or wider in rank order and returned in the dtype of ``y_RD``; two runs are bit-equal.
         """
-        if y_RD.shape[:1] != dispatched.rows_RD.shape[:1] or y_RD.ndim != 2:
-            raise ConfigError(
-                f"y {tuple(y_RD.shape)} has not the {dispatched.rows_RD.shape[0]} rows that came; return one row per received row"
-            )
+        check_results(y_RD, dispatched.rows_RD)
         return _apply(_Back, self, dispatched.plan, "combine", y_RD)  # type: ignore[no-any-return]
 
     # ---- rows
@@ -129,12 +140,19 @@ class TokenExchange(ABC):
         Args:
             rows_SD: [S, D]; the first ``send_rows[0]`` rows go to rank 0, and so on.
             send_rows: rows for each of the W ranks.
-            recv_rows: rows from each rank, where the caller knows them; otherwise the counts are exchanged first.
+            recv_rows: rows from each rank, where the caller knows them; otherwise the counts are exchanged first. They must be
+                right: the flat exchange then compares nothing beforehand, and gloo ends a process that is sent too much.
         """
+        try:
+            send_rows = [index(n) for n in send_rows]
+            recv_rows = None if recv_rows is None else [index(n) for n in recv_rows]
+        except TypeError:
+            raise ConfigError(f"send_rows={send_rows} and recv_rows={recv_rows} must be integers; count rows") from None
         if len(send_rows) != self.num_ranks or sum(send_rows) != rows_SD.shape[0] or min(send_rows) < 0 or rows_SD.ndim != 2:
             raise ConfigError(
                 f"send_rows={list(send_rows)} must cut the rows of {tuple(rows_SD.shape)} into {self.num_ranks} parts"
             )
+        self.form = f"rows of {rows_SD.shape[1]} {rows_SD.dtype}"
         plan = self._plan_rows(tuple(send_rows), None if recv_rows is None else tuple(recv_rows))
         (out,) = _apply(_Out, self, plan, "rows", rows_SD)
         return out  # type: ignore[no-any-return]
@@ -159,6 +177,16 @@ class TokenExchange(ABC):
     def _device_owners(self, device: torch.device) -> Tensor:
         self._owners_E = self._owners_E.to(device)
         return self._owners_E
+
+
+def check_results(y_RD: Tensor, rows_RD: Tensor) -> None:
+    """Refuse results that the other ranks do not expect: the sizes of messages follow from the rows that came."""
+    if not isinstance(y_RD, Tensor) or y_RD.shape != rows_RD.shape or y_RD.dtype != rows_RD.dtype:
+        got = f"{tuple(y_RD.shape)} {y_RD.dtype}" if isinstance(y_RD, Tensor) else type(y_RD).__name__
+        raise ConfigError(
+            f"results {got} do not fit the rows {tuple(rows_RD.shape)} {rows_RD.dtype} that came; "
+            "return one row per received row, of its width and dtype"
+        )
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchmoe.comm.halo import BackFlow, HaloPlan, HierarchicalAllToAll, OutFlow
+from torchmoe.comm.token_exchange import check_results
 from torchmoe.errors import ConfigError
 
 __all__ = ["Experts", "WaveRows", "Waves", "overlapped"]
@@ -116,7 +117,7 @@ def overlapped(
         parameters: everything in ``experts`` that is trained.
         on_waves: called with each finished :class:`Waves`, for its ``waited``.
     """
-    exchange.check_tokens(x_TD, expert_ids_TK, gates_TK)
+    exchange.start_tokens(x_TD, expert_ids_TK, gates_TK)
     ids_TK = expert_ids_TK.to(torch.int32)
     plan = exchange.plan(ids_TK, split=True)
     out: Tensor = _apply(exchange, plan, experts, on_waves, ids_TK, x_TD, gates_TK, *parameters)
@@ -150,6 +151,7 @@ class _Overlapped(torch.autograd.Function):
             with torch.set_grad_enabled(wanted):
                 rows, gates = rows.requires_grad_(wanted), gates.requires_grad_(wanted)
                 y = experts(rows, ids, gates)
+                check_results(y, rows)
             if wanted:
                 graphs.append((rows, gates, y))
             waves.give(wave, [y.detach()])
