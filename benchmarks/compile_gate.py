@@ -19,34 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.shapes import ExpertShape
 from torchmoe.kernels import launch as host
 from torchmoe.kernels import triton_backend as backend
 from torchmoe.kernels.tuning import Config, default_config
 
-__all__ = ["SHARED_LIMIT", "TARGETS", "Launch", "Report", "Shape", "compile_launch", "count_nvidia", "launches", "specialise"]
+__all__ = ["SHARED_LIMIT", "TARGETS", "Launch", "Report", "compile_launch", "count_nvidia", "launches", "specialise"]
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
 """Bytes of shared memory one block can have."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A layer as the gate compiles it: T tokens, D, F, E, K, and what the model does."""
-
-    name: str
-    T: int
-    D: int
-    F: int
-    E: int
-    K: int
-    activation: str = "swiglu"
-    bias: bool = False
-
-    @property
-    def glu(self) -> bool:
-        """Whether there is an up half."""
-        return self.activation in ("swiglu", "geglu", "reglu", "clamped_swiglu")
 
 
 @dataclass(frozen=True)
@@ -88,7 +70,7 @@ class Report:
     seconds: float
 
 
-def launches(shape: Shape, dtype: torch.dtype, target: str, configs: dict[str, Config] | None = None) -> list[Launch]:
+def launches(shape: ExpertShape, dtype: torch.dtype, target: str, configs: dict[str, Config] | None = None) -> list[Launch]:
     """Every kernel that a forward and backward pass starts on a target, in order; ``configs`` replaces choices by kernel."""
     recorded: list[Launch] = []
 
@@ -116,14 +98,14 @@ def compile_launch(launch: Launch, target: str) -> Report:
     return Report(launch.name, target, *read, int(compiled.metadata.shared), time.perf_counter() - started)
 
 
-def _whole_layer(shape: Shape, dtype: torch.dtype) -> None:
+def _whole_layer(shape: ExpertShape, dtype: torch.dtype) -> None:
     def empty(*sizes: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.empty(*sizes, dtype=kind, device="meta")
 
     T, D, F, E, K = shape.T, shape.D, shape.F, shape.E, shape.K
     x, dy = empty(T, D), empty(T, D)
-    w1, w3, w2 = empty(E, F, D), empty(E, F, D) if shape.glu else None, empty(E, D, F)
-    b1, b3, b2 = (empty(E, F), empty(E, F) if shape.glu else None, empty(E, D)) if shape.bias else (None, None, None)
+    w1, w3, w2 = empty(E, F, D), empty(E, F, D) if shape.gated else None, empty(E, D, F)
+    b1, b3, b2 = (empty(E, F), empty(E, F) if shape.gated else None, empty(E, D)) if shape.bias else (None, None, None)
     indices, offsets, index_map, _ = backend.build_queue(empty(T, K, kind=torch.int64), E)
     gates, fp32 = empty(T * K, kind=torch.float32), torch.float32
     a, h = backend.up_projection(x, indices, offsets, w1, w3, b1, b3, shape.activation, True)
@@ -135,9 +117,9 @@ def _whole_layer(shape: Shape, dtype: torch.dtype) -> None:
     backend.weight_grad_rows(dy, ag, indices, None, offsets, empty(E, D, F, kind=fp32))
     dxr = backend.input_grad(dh, offsets, w1, w3)
     backend.combine(dxr, index_map, None)
-    backend.weight_grad_rows(dh[:, :F], x, None, indices, offsets, empty(E, F, D, kind=fp32))
+    backend.weight_grad_rows(dh[0], x, None, indices, offsets, empty(E, F, D, kind=fp32))
     if shape.bias:
-        backend.bias_grad_rows(dh[:, :F], None, None, offsets, empty(E, F, kind=fp32))
+        backend.bias_grad_rows(dh[0], None, None, offsets, empty(E, F, kind=fp32))
         backend.bias_grad_rows(dy, indices, gates, offsets, empty(E, D, kind=fp32))
 
 

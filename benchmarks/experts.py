@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import sys
@@ -139,6 +140,8 @@ def measure(
     for name, block in blocks.items():
         verify(name, block, module, x, ids, gates, want)
         saved[name] = saved_bytes(block, module, x, ids, gates)
+        for p in (x, gates, *leaves(block, module)):
+            p.grad = None
         peak[name] = peak_bytes(lambda b=block: b(x, ids, gates).backward(dy), device)
     for _ in range(rounds):
         for name, block in blocks.items():
@@ -228,6 +231,7 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
         call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "4")  # read at the profiler's first use; below, it prints two lines a run
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:

@@ -190,8 +190,9 @@ class Layer:
 
         tokens, offsets, index_map, _ = kernels.build_queue(self.ids, self.E)
         index = mlp.Index(tokens, offsets, index_map)
-        y, kept = mlp.forward(kernels, self.x, self.gates, index, self.weights, self.activation, save)
-        up, dgates = mlp.backward_rows(kernels, self.dy, self.x, self.gates, index, self.weights, kept, self.activation, save)
+        problem = mlp.Problem(index, self.weights, self.activation, save)
+        y, kept = mlp.forward(kernels, self.x, self.gates, problem)
+        up, dgates = mlp.backward_rows(kernels, self.dy, self.x, self.gates, problem, kept)
         results = [y, mlp.input_gradient(kernels, up, index, self.weights), dgates]
         for name, weight in zip(self.weights._fields, self.weights, strict=True):
             if weight is not None:
@@ -241,8 +242,8 @@ def kernel_times(shape: Any, device: Any) -> list[Timing]:
     moved = (P + shape.T) * D * size
 
     def dw13() -> None:
-        for half in range(halves):
-            k.weight_grad_rows(dh[:, half * F : (half + 1) * F], x, None, tokens, offsets, dw1)
+        for half in dh[:halves]:
+            k.weight_grad_rows(half, x, None, tokens, offsets, dw1)
 
     calls: list[tuple[str, Callable[[], object], int, int]] = [
         ("queue", lambda: k.build_queue(layer.ids, shape.E), 0, P * 16),

@@ -23,24 +23,29 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.compile_gate import SHARED_LIMIT, TARGETS, Launch, Report, Shape, compile_launch, launches, specialise
+from benchmarks.compile_gate import SHARED_LIMIT, TARGETS, Launch, Report, compile_launch, launches, specialise
+from benchmarks.shapes import ExpertShape
 from torchmoe.kernels.tuning import KERNELS, SLACK, Config, Key, candidates, rows_bucket, shared_memory_bytes
 
 RESULTS = Path(__file__).parent / "results"
-QWEN3 = Shape("qwen3_30b", 32768, 2048, 768, 128, 8)
-GPT_OSS = Shape("gpt_oss_20b", 32768, 2880, 2880, 32, 4, "clamped_swiglu", True)
-SOME = Shape("qwen3_30b_T1024", 1024, 2048, 768, 128, 8)
-FEW = Shape("qwen3_30b_T64", 64, 2048, 768, 128, 8)
-ODD = Shape("odd_widths", 4096, 97, 47, 7, 3, "geglu")
-PLAIN = Shape("scatter_silu", 16384, 4096, 1024, 64, 8, "silu")
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+QWEN3 = ExpertShape("qwen3_30b", 32768, 2048, 768, 128, 8)
+GPT_OSS = ExpertShape("gpt_oss_20b", 32768, 2880, 2880, 32, 4, "clamped_swiglu", True)
+SOME = ExpertShape("qwen3_30b_T1024", 1024, 2048, 768, 128, 8)
+FEW = ExpertShape("qwen3_30b_T64", 64, 2048, 768, 128, 8)
+ODD = ExpertShape("odd_widths", 4096, 97, 47, 7, 3, "geglu")
+PLAIN = ExpertShape("scatter_silu", 16384, 4096, 1024, 64, 8, "silu")
+ONE_WIDE = ExpertShape("width_1", 4096, 1, 1, 7, 3)
+ONE_EXPERT = ExpertShape("one_expert", 8192, 2048, 768, 1, 1)
+THOUSAND = ExpertShape("1024_experts", 32768, 2048, 768, 1024, 8)
+EXTREMES = (ODD, ONE_WIDE, ONE_EXPERT, THOUSAND)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Case:
     """One compilation: the ``nth`` launch of a kernel in a layer of this shape, with one configuration forced or None."""
 
-    shape: Shape
+    shape: ExpertShape
     dtype: str
     target: str
     name: str
@@ -70,16 +75,18 @@ def cases(quick: bool) -> Iterator[Case]:
     seen: set[str] = set()
     plans = [("bf16", "sm_90", shape) for shape in (QWEN3, GPT_OSS, SOME, FEW)]
     if not quick:
-        plans += [("fp32", "sm_90", QWEN3), ("bf16", "sm_90", ODD), ("bf16", "sm_90", PLAIN)]
-        plans += [(d, t, s) for t in ("sm_80", "sm_100", "gfx942") for d, s in (("bf16", QWEN3), ("bf16", SOME), ("bf16", FEW))]
-        plans += [("fp32", t, QWEN3) for t in ("sm_80", "sm_100", "gfx942")]
+        plans += [("bf16", "sm_90", PLAIN)]
+        plans += [("bf16", t, s) for t in TARGETS if t != "sm_90" for s in (QWEN3, SOME, FEW)]
+        plans += [(d, t, QWEN3) for t in TARGETS for d in ("fp16", "fp32")]
+        plans += [("bf16", t, s) for t in TARGETS for s in EXTREMES]
+        plans += [("fp16", "sm_90", ODD)]
     for dtype, target, shape in plans:
         count: Counter[str] = Counter()
         for launch in launches(shape, DTYPES[dtype], target):
-            if launch.name not in KERNELS and (dtype == "fp32" or shape in (ODD, PLAIN)):
+            if launch.name not in KERNELS and (dtype != "bf16" or shape is PLAIN):
                 continue  # the small kernels differ little between these
             choices: list[Config | None] = [None]
-            if not quick and launch.name in KERNELS and shape in (QWEN3, SOME, FEW):
+            if not quick and launch.name in KERNELS and shape in (QWEN3, SOME, FEW) and dtype != "fp16":
                 choices += [config for config in _table(launch.name, shape, dtype, target) if config != launch.config]
             for config in choices:
                 case = Case(shape, dtype, target, launch.name, count[launch.name], config)
@@ -117,7 +124,7 @@ def faults(launch: Launch, dtype: torch.dtype, report: Report) -> list[str]:
     return found
 
 
-def _table(kernel: str, shape: Shape, dtype: str, target: str) -> tuple[Config, ...]:
+def _table(kernel: str, shape: ExpertShape, dtype: str, target: str) -> tuple[Config, ...]:
     key = Key(kernel, shape.F, shape.D, shape.E, DTYPES[dtype].itemsize, rows_bucket(shape.T * shape.K, shape.E))
     return candidates(key, target)
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torchmoe.costs.experts import ExpertCosts
 from torchmoe.dispatch import DispatchQueue
 from torchmoe.errors import ConfigError
+from torchmoe.fused_grad import expert_mlp_into_grad
 from torchmoe.kernels import mlp, ops, scheme
 from torchmoe.kernels.activations import is_gated
 from torchmoe.kernels.backends import BACKENDS, choose, resolve
@@ -41,6 +42,8 @@ class FusedExpertMLP(nn.Module):
         backend: "auto" (Triton on a GPU where installed, else the reference), "reference", "triton".
         chunk_tokens: compute in chunks of that many tokens, which bounds the transients; None for one chunk.
         layout: "split" (w1_EFD, w3_EFD), "concat" or "interleaved" (one w13_EGD, G = 2F: gate rows first, or in turn).
+        fused_grad: the backward adds the weights' gradients to their fp32 (fp64) ``.grad`` itself instead of handing each dW to
+            autograd. For loops that sum and reduce ``.grad`` themselves: hooks on the weights (DDP, FSDP) do not run.
         save_budget: for "auto": bytes this module may keep per forward, i.e. the rank's budget / (layers x units in flight).
         device, dtype: of the parameters.
 
@@ -60,12 +63,14 @@ class FusedExpertMLP(nn.Module):
         backend: str = "auto",
         chunk_tokens: int | None = None,
         layout: str = "split",
+        fused_grad: bool = False,
         save_budget: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self._setup(num_experts, dim, hidden_dim, activation, save, backend, chunk_tokens, layout, save_budget)
+        self.fused_grad = fused_grad
         E, D, F, options = num_experts, dim, hidden_dim, {"device": device, "dtype": dtype}
         rows = F if layout == "split" else 2 * F
         self._own("w1_EFD", nn.Parameter(torch.empty(E, rows, D, **options)))  # type: ignore[arg-type]
@@ -90,6 +95,7 @@ class FusedExpertMLP(nn.Module):
         backend: str = "auto",
         chunk_tokens: int | None = None,
         layout: str = "split",
+        fused_grad: bool = False,
         save_budget: int | None = None,
     ) -> FusedExpertMLP:
         """A module around parameters that exist already (e.g. torchtitan's GroupedExperts), without a copy.
@@ -102,6 +108,7 @@ class FusedExpertMLP(nn.Module):
         nn.Module.__init__(self)
         E, D, F = w2_EDF.shape
         self._setup(E, D, F, activation, save, backend, chunk_tokens, layout, save_budget)
+        self.fused_grad = fused_grad
         for name, value in zip(_NAMES, (w1_EFD, w3_EFD, w2_EDF, *biases), strict=True):
             self._own(name, value)
         self._check_parameters()
@@ -237,15 +244,39 @@ class FusedExpertMLP(nn.Module):
         gates = queue.slot_gates(gates_TK)
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x_TD, gates, *weights) if t is not None)
         slots = queue.token_index_map.numel()
+        expert_indices = queue.token_expert_indices if self.chunk_tokens else None
+        if self.fused_grad and grad:
+            return self._into_grad(x_TD, gates, queue, expert_indices)
         return ops.expert_mlp(
             x_TD,
             gates,
             queue.index,
-            queue.token_expert_indices if self.chunk_tokens else None,
+            expert_indices,
             weights,
             activation=self.activation,
             layout=self.layout,
             save=self._save_mode(x_TD, slots) if grad else "none",
+            chunk_tokens=self.chunk_tokens or 0,
+            backend=self.backend,
+        )
+
+    def _into_grad(self, x_TD: Tensor, gates: Tensor, queue: DispatchQueue, expert_indices: Tensor | None) -> Tensor:
+        if torch.compiler.is_compiling():
+            raise ConfigError("fused_grad=True writes .grad inside the backward, which torch.compile cannot trace; use False")
+        device = x_TD.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_TD.dtype
+        with torch.no_grad():
+            weights = scheme.Weights(*(None if w is None else w.detach().to(dtype) for w in self.weights()))  # type: ignore[arg-type]
+        return expert_mlp_into_grad(
+            x_TD.to(dtype),
+            gates,
+            queue.index,
+            expert_indices,
+            scheme.weight_views(weights, self.layout),
+            list(self.parameters()),
+            self.grad_views,
+            activation=self.activation,
+            save=self._save_mode(x_TD, queue.token_index_map.numel()),
             chunk_tokens=self.chunk_tokens or 0,
             backend=self.backend,
         )
@@ -316,7 +347,8 @@ class FusedExpertMLP(nn.Module):
             parts = scheme.pieces(kernels, queue.index, expert_indices, self.chunk_tokens or 0)
             weights = scheme.weight_views(self.weights(), self.layout)
             save = self._save_mode(x_TD, queue.token_index_map.numel())
-            y_TD, hiddens = mlp.forward_pieces(kernels, x_TD, gates, parts, weights, self.activation, save)
+            problem = scheme.Problem(queue.index, weights, self.activation, save)
+            y_TD, hiddens = mlp.forward_pieces(kernels, x_TD, gates, parts, problem)
         return y_TD, ExpertSaved(x_TD, gates, parts, hiddens, save, queue.pair_order)
 
     def backward_input(self, saved: ExpertSaved, dy_TD: Tensor) -> tuple[Tensor, Tensor, ExpertWeightWork]:
@@ -336,11 +368,8 @@ class FusedExpertMLP(nn.Module):
                     dy_TD[part.tokens],
                     saved.x_TD[part.tokens],
                     saved.gates[part.tokens],
-                    part.queue,
-                    weights,
+                    scheme.Problem(part.queue, weights, self.activation, saved.save),
                     scheme.take(saved.hiddens, part),
-                    self.activation,
-                    saved.save,
                 )
                 dxs.append(mlp.input_gradient(kernels, up, part.queue, weights))
                 dgates.append(ds)

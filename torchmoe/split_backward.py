@@ -67,7 +67,7 @@ class ExpertWeightWork:
         """Every tensor held until :meth:`run`."""
         if self.done:
             return []
-        rows = [t for part, up in self.rows for t in (up.dh, up.ag, up.gates_P, *part.queue) if t is not None]
+        rows = [t for part, up in self.rows for t in (*up.dh, up.ag, up.gates_P, *part.queue) if t is not None]
         return [self.x_TD, self.dy_TD, *rows]
 
 

@@ -56,11 +56,24 @@ def test_the_other_operators_pass_opcheck() -> None:
     pairs = DispatchQueue.from_pairs(torch.tensor([2, 0, 2]), torch.tensor([0, 1, 3]), 3, 4)
     torch.library.opcheck(OPS.combine.default, (torch.randn(3, 6, requires_grad=True), torch.rand(3), *pairs.index))
     forward = call_arguments("preact")
-    _, h, _ = OPS.expert_mlp.default(*forward)
+    _, gate, up, _ = OPS.expert_mlp.default(*forward)
     x0, gates0, tokens, offsets, index_map, token_offsets, expert_indices, *weights = (
         t.detach() if isinstance(t, Tensor) else t for t in forward[:13]
     )
-    backward = (dy, x0, gates0, tokens, offsets, index_map, token_offsets, expert_indices, *weights, h.detach(), None)
+    backward = (
+        dy,
+        x0,
+        gates0,
+        tokens,
+        offsets,
+        index_map,
+        token_offsets,
+        expert_indices,
+        *weights,
+        gate.detach(),
+        up.detach(),
+        None,
+    )
     torch.library.opcheck(OPS.expert_mlp_backward.default, (*backward, [True] * 8, "swiglu", "split", "preact", 0, "reference"))
 
 

@@ -66,6 +66,7 @@ class Bench:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("key", KEYS, ids=Key.text)
 def test_every_key_has_at_most_eight_candidates_and_a_default_that_fits(key: Key, architecture: str) -> None:
+    """woct0rdho/transformers-qwen3-moe-fused PR#21: hundreds of configurations read as a hang."""
     found = candidates(key, architecture)
     assert 1 <= len(found) <= 8
     assert len(set(found)) == len(found)
@@ -118,6 +119,7 @@ def test_nothing_is_measured_unless_asked_for(tmp_path: Path) -> None:
 
 
 def test_tuning_picks_the_fastest_says_so_and_is_done_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """fla-org/flash-linear-attention#533, PR#598: tuned again by every process; here the second one measures nothing."""
     key, bench = Key("up_projection", 768, 2048, 128, 2, 11), Bench()
     with caplog.at_level(logging.WARNING):
         best = bench.tuner(tmp_path, "on").config(key, CPU, bench.start)

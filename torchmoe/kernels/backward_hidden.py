@@ -18,7 +18,8 @@ def backward_hidden_kernel(
     h3_ptr,  # [P, F] up pre-activations, rows stride_h3 apart; only read if GLU
     a_ptr,  # [P, F] A as the forward pass stored it, contiguous; only read if SAVED_A
     w2_ptr,  # [E, D, F] down weight
-    dh_ptr,  # [P, 2F] (gate | up) or [P, F] out, contiguous
+    dh1_ptr,  # [P, F] out, of the gate
+    dh3_ptr,  # [P, F] out, of up; only written if GLU
     ag_ptr,  # [P, F] out, gate * A
     partials_ptr,  # [P, ceil(F / BLOCK_N)] fp32 out, one partial gate gradient per column tile
     num_row_tiles,
@@ -96,10 +97,8 @@ def backward_hidden_kernel(
     h3_base = h3_ptr + row_base * stride_h3
     a_base = a_ptr + row_base * F
     ag_base = ag_ptr + row_base * F
-    width = F
-    if GLU:
-        width = 2 * F
-    dh_base = dh_ptr + row_base * width
+    dh1_base = dh1_ptr + row_base * F
+    dh3_base = dh3_ptr + row_base * F
     # One part of the columns at a time: the whole tile's H, A, dH at once do not fit in the registers beside dA'.
     partial = tl.zeros((BLOCK_M,), dtype=tl.float32)
     parts = split_columns(da, PARTS)
@@ -114,9 +113,9 @@ def backward_hidden_kernel(
             h3_base,
             a_base,
             ag_base,
-            dh_base,
+            dh1_base,
+            dh3_base,
             F,
-            width,
             stride_h1,
             stride_h3,
             ACTIVATION,
@@ -136,9 +135,9 @@ def _hidden_part(
     h3_base,
     a_base,
     ag_base,
-    dh_base,
+    dh1_base,
+    dh3_base,
     F,
-    width,  # row stride of dH
     stride_h1,
     stride_h3,
     ACTIVATION: tl.constexpr,
@@ -163,9 +162,9 @@ def _hidden_part(
     tl.store(ag_base + rows * F + columns, (scale[:, None] * activated).to(storage), mask=mask)
     d_gate, d_up = activate_gradient(gate, up, ACTIVATION)
     da *= scale[:, None]
-    tl.store(dh_base + rows * width + columns, (da * d_gate).to(storage), mask=mask)
+    tl.store(dh1_base + rows * F + columns, (da * d_gate).to(storage), mask=mask)
     if GLU:
-        tl.store(dh_base + F + rows * width + columns, (da * d_up).to(storage), mask=mask)
+        tl.store(dh3_base + rows * F + columns, (da * d_up).to(storage), mask=mask)
     return partial
 
 

@@ -10,108 +10,84 @@ import torch
 from torch import Tensor
 
 from torchmoe.kernels.activations import activate
-from torchmoe.kernels.blocks import GradSink, Scratch, blocks, cut, project, segments, store
-from torchmoe.kernels.reference import combine, hidden_backward, hidden_block, input_grad_block, saved_hidden
-from torchmoe.kernels.scheme import Hiddens, Index, Weights, rows_of_slots, slots_of_rows
+from torchmoe.kernels.blocks import GradSink, RowBlocks, Scratch, experts_of, project, store
+from torchmoe.kernels.reference import UpWeights, combine, hidden_backward, input_grad_block
+from torchmoe.kernels.scheme import Hiddens, Problem, rows_of_slots, slots_of_rows
 
 __all__ = ["backward", "forward"]
 
 
-def forward(x_TD: Tensor, gates: Tensor, index: Index, weights: Weights, activation: str, save: str) -> tuple[Tensor, Hiddens]:
+def forward(x_TD: Tensor, gates: Tensor, problem: Problem) -> tuple[Tensor, Hiddens]:
     """See :func:`torchmoe.kernels.mlp.forward`."""
-    P, F = index.tokens.numel(), weights.w2.size(2)
-    columns = F if weights.w3 is None else 2 * F
-    h = x_TD.new_empty(P, F if save == "half" else columns) if save in ("half", "preact", "all") else None
-    a_PF = x_TD.new_empty(P, F) if save == "all" else None
-    y_PD = x_TD.new_empty(P, weights.w2.size(1))
-    scratch = Scratch(x_TD.device, x_TD.dtype)
-    for e, rows in blocks(index.offsets):
-        x_ND = scratch.gather("x", x_TD, index.tokens[rows])
-        target = None if h is None or save == "half" else h[rows]
-        h_NG = hidden_block(scratch, x_ND, e, weights.w1, weights.w3, weights.b1, weights.b3, target)
-        if h is not None:
-            store(h[rows], h_NG[:, : h.size(1)])
-        a_NF = scratch.output("a", None if a_PF is None else a_PF[rows], x_ND.size(0), F)
-        activate(h_NG, activation, out=a_NF)
+    index, w, activation, save = problem
+    P, (E, D, F) = index.tokens.numel(), w.w2.shape
+    kept = Hiddens(
+        x_TD.new_empty(P, F) if save in ("half", "preact", "all") else None,
+        x_TD.new_empty(P, F) if save in ("preact", "all") and w.w3 is not None else None,
+        x_TD.new_empty(P, F) if save == "all" else None,
+    )
+    y_PD = x_TD.new_empty(P, D)
+    scratch, rows = Scratch(x_TD.device, x_TD.dtype), RowBlocks(index.offsets)
+    up_weights = UpWeights(w.w1, w.w3, w.b1, w.b3)
+    w2, b2 = experts_of(w.w2, E), experts_of(w.b2, E)
+    blocks = zip(rows.blocks, *map(rows.cut, (index.tokens, *kept, y_PD)), strict=True)
+    for (e, *_), tokens_N, gate_out, up_out, a_out, y_out in blocks:
+        h = up_weights.hidden_block(scratch, scratch.gather("x", x_TD, tokens_N), e, gate_out, up_out)
+        a_NF = scratch.output("a", a_out, tokens_N.numel(), F)
+        activate(*h, activation, out=a_NF)
         scratch.round_(a_NF)
-        if a_PF is not None:
-            store(a_PF[rows], a_NF)
-        y_ND = scratch.output("y", y_PD[rows], x_ND.size(0), y_PD.size(1))
-        project(a_NF, scratch.wide("w", weights.w2[e]), None if weights.b2 is None else weights.b2[e], y_ND)
-        store(y_PD[rows], y_ND)
-    return combine(y_PD, index.map, gates, index.token_offsets), Hiddens(h, a_PF)
+        if a_out is not None:
+            store(a_out, a_NF)
+        y_ND = scratch.output("y", y_out, tokens_N.numel(), D)
+        project(a_NF, scratch.wide("w", w2[e]), b2[e], y_ND)
+        store(y_out, y_ND)
+    return combine(y_PD, index.map, gates, index.token_offsets), kept
 
 
 def backward(
     dy_TD: Tensor,
     x_TD: Tensor | None,
     gates: Tensor,
-    index: Index,
-    weights: Weights,
+    problem: Problem,
     hiddens: Hiddens,
-    activation: str,
-    save: str,
     *,
     need_x: bool,
     grads: dict[str, Tensor],
     accumulate: bool,
 ) -> tuple[Tensor | None, Tensor]:
-    """(dx or None, dgates in slot order); the gradients of the weights named in ``grads`` go there."""
-    w = weights
-    P, F = index.tokens.numel(), w.w2.size(2)
-    columns = F if w.w3 is None else 2 * F
-    scratch = Scratch(dy_TD.device, dy_TD.dtype)
+    """See :func:`torchmoe.kernels.mlp.backward`."""
+    index, w, activation, save = problem
+    E = w.w2.size(0)
+    scratch, rows = Scratch(dy_TD.device, dy_TD.dtype), RowBlocks(index.offsets)
     gates_P = rows_of_slots(gates, index)
-    dgates_P = torch.empty(P, dtype=torch.promote_types(scratch.dtype, gates_P.dtype), device=dy_TD.device)
-    dxr_PD = dy_TD.new_empty(P, w.w1.size(2)) if need_x else None
-    sinks = {name: GradSink(out, accumulate, scratch, name) for name, out in grads.items()}
+    dgates_P = torch.empty_like(gates_P, dtype=torch.promote_types(scratch.dtype, gates_P.dtype))
+    dxr_PD = dy_TD.new_empty(gates_P.numel(), w.w1.size(2)) if need_x else None
+    sinks = {name: GradSink(out, accumulate, scratch, name, rows) for name, out in grads.items()}
     reads_x = save in ("input", "half") or not sinks.keys().isdisjoint(("w1", "w3"))
-    for e, segment in segments(index.offsets):
-        for sink in sinks.values():
-            sink.begin(e, segment)
-        if segment.start == segment.stop:
-            continue
-        for rows in cut(segment):
-            N = rows.stop - rows.start
-            x_ND = scratch.gather("x", x_TD, index.tokens[rows]) if reads_x and x_TD is not None else scratch.take("x", 0, 0)
-            if save == "input":
-                h_NG = hidden_block(scratch, x_ND, e, w.w1, w.w3, w.b1, w.b3, None)
-            elif save == "half":
-                h_NG = scratch.take("h", N, columns)
-                assert hiddens.h is not None and w.w3 is not None
-                h_NG[:, :F] = hiddens.h[rows]
-                project(x_ND, scratch.wide("w", w.w3[e]), None if w.b3 is None else w.b3[e], h_NG[:, F:])
-                scratch.round_(h_NG)
+    up_weights = UpWeights(w.w1, w.w3, w.b1, w.b3)
+    w1, w3, w2, b2 = (experts_of(t, E) for t in (w.w1, w.w3, w.w2, w.b2))
+    blocks = zip(rows.blocks, *map(rows.cut, (index.tokens, gates_P, dgates_P, *hiddens, dxr_PD)), strict=True)
+    for block, tokens_N, gates_N, dgates_N, gate_NF, up_NF, a_NF, dxr_ND in blocks:
+        e = block.expert
+        x_ND = scratch.gather("x", x_TD, tokens_N) if reads_x and x_TD is not None else scratch.take("x", 0, 0)
+        if save == "input":
+            gate_NF, up_NF = up_weights.hidden_block(scratch, x_ND, e, None, None)
+        elif save == "half":
+            up_NF = up_weights.up_half(scratch, x_ND, e)
+        dy_ND = scratch.gather("dy", dy_TD, tokens_N)
+        w2_DF = scratch.wide("w", w2[e])
+        dh, ag_NF = hidden_backward(scratch, dy_ND, (gate_NF, up_NF), a_NF, gates_N, w2_DF, b2[e], activation, dgates_N)
+        if dxr_ND is not None:
+            input_grad_block(scratch, dh, w1[e], w3[e], dxr_ND)
+        for name, sink in sinks.items():
+            half_NF = dh[1] if name in ("w3", "b3") and dh[1] is not None else dh[0]
+            if name == "w2":
+                sink.add_product(block, dy_ND, ag_NF)
+            elif name == "b2":
+                sink.add_rows(block, dy_ND, gates_N)
+            elif name in ("w1", "w3"):
+                sink.add_product(block, half_NF, x_ND)
             else:
-                assert hiddens.h is not None
-                h_NG = saved_hidden(scratch, hiddens.h, rows)
-            dy_ND = scratch.gather("dy", dy_TD, index.tokens[rows])
-            dh_NG = scratch.take("dh", N, columns)
-            ag_NF = hidden_backward(
-                scratch,
-                dy_ND,
-                h_NG,
-                gates_P[rows],
-                scratch.wide("w", w.w2[e]),
-                None if w.b2 is None else w.b2[e],
-                activation,
-                a_NF=None if hiddens.a is None else hiddens.a[rows],
-                out_dh=dh_NG,
-                out_dgates=dgates_P[rows],
-            )
-            if dxr_PD is not None:
-                input_grad_block(scratch, dh_NG, e, w.w1, w.w3, dxr_PD[rows])
-            dgate_NF, dup_NF = dh_NG[:, :F], dh_NG[:, F:]
-            for name, sink in sinks.items():
-                if name == "w2":
-                    sink.add_product(dy_ND, ag_NF)
-                elif name == "b2":
-                    sink.add_rows(dy_ND, gates_P[rows].to(scratch.dtype))
-                elif name in ("w1", "w3"):
-                    sink.add_product(dgate_NF if name == "w1" else dup_NF, x_ND)
-                else:
-                    sink.add_rows(dgate_NF if name == "b1" else dup_NF, None)
-        for sink in sinks.values():
-            sink.end(e)
+                sink.add_rows(block, half_NF, None)
     dx_TD = None if dxr_PD is None else combine(dxr_PD, index.map, None, index.token_offsets)
     return dx_TD, slots_of_rows(dgates_P, index, gates.dtype)

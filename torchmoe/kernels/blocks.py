@@ -6,7 +6,9 @@ accumulation dtype; what is stored in a narrower dtype is rounded once and read 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -16,13 +18,13 @@ from torchmoe.costs.experts import BLOCK_ROWS
 __all__ = [
     "ALIGNMENT",
     "BLOCK_ROWS",
+    "Block",
     "GradSink",
+    "RowBlocks",
     "Scratch",
     "accumulation_dtype",
-    "blocks",
-    "cut",
+    "experts_of",
     "project",
-    "segments",
     "store",
 ]
 
@@ -35,24 +37,43 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def segments(offsets_E1: Tensor) -> Iterator[tuple[int, slice]]:
-    """(expert, its rows), empty experts included."""
-    bounds = offsets_E1.tolist()
-    for e in range(len(bounds) - 1):
-        yield e, slice(bounds[e], bounds[e + 1])
+class Block(NamedTuple):
+    """At most ``BLOCK_ROWS`` rows of one expert; whether they are its first and its last."""
+
+    expert: int
+    first: bool
+    last: bool
 
 
-def cut(rows: slice) -> Iterator[slice]:
-    """Blocks of a range of rows."""
-    for start in range(rows.start, rows.stop, BLOCK_ROWS):
-        yield slice(start, min(start + BLOCK_ROWS, rows.stop))
+class RowBlocks:
+    """The rows of a queue, cut into blocks in order. ``empty`` are the experts without rows."""
+
+    def __init__(self, offsets_E1: Tensor) -> None:
+        bounds = offsets_E1.tolist()
+        self.blocks: list[Block] = []
+        self.empty: list[int] = []
+        self._sizes: list[int] = []
+        self._end = bounds[-1]
+        for e, (start, stop) in enumerate(itertools.pairwise(bounds)):
+            if start == stop:
+                self.empty.append(e)
+            for row in range(start, stop, BLOCK_ROWS):
+                last = row + BLOCK_ROWS >= stop
+                self.blocks.append(Block(e, row == start, last))
+                self._sizes.append(stop - row if last else BLOCK_ROWS)
+
+    @overload
+    def cut(self, values: Tensor) -> Sequence[Tensor]: ...
+    @overload
+    def cut(self, values: Tensor | None) -> Sequence[Any]: ...
+    def cut(self, values: Tensor | None) -> Sequence[Tensor | None]:
+        """``values`` [P, ...] as one view per block (made at once: a view costs as much as a small product)."""
+        return [None] * len(self.blocks) if values is None else torch.split(values[: self._end], self._sizes)
 
 
-def blocks(offsets_E1: Tensor) -> Iterator[tuple[int, slice]]:
-    """(expert, block of its rows) for every block of every expert."""
-    for e, rows in segments(offsets_E1):
-        for block in cut(rows):
-            yield e, block
+def experts_of(weight: Tensor | None, num_experts: int) -> Sequence[Any]:
+    """One view per expert, or that many None."""
+    return [None] * num_experts if weight is None else weight.unbind(0)
 
 
 class Scratch:
@@ -80,13 +101,10 @@ class Scratch:
         return target if fits and target is not None else self.take(name, rows, columns)
 
     def rows(self, name: str, values: Tensor) -> Tensor:
-        """Rows of a product [P, C] (or of some of its columns) as an aligned block in the accumulation dtype, same row stride."""
-        ld = values.stride(0)
-        column = values.storage_offset() % ld if ld else 0
-        base = values.data_ptr() - column * values.element_size()
-        if values.dtype == self.dtype and base % ALIGNMENT == 0:
+        """Rows of a product as an aligned, contiguous block in the accumulation dtype."""
+        if values.dtype == self.dtype and values.is_contiguous() and values.data_ptr() % ALIGNMENT == 0:
             return values
-        return self.take(name, values.size(0), ld)[:, column : column + values.size(1)].copy_(values)
+        return self.take(name, values.size(0), values.size(1)).copy_(values)
 
     def gather(self, name: str, values: Tensor, indices_N: Tensor) -> Tensor:
         """Rows of ``values`` in the accumulation dtype."""
@@ -118,50 +136,46 @@ def project(x_NI: Tensor, w_OI: Tensor, b_O: Tensor | None, out_NO: Tensor) -> N
 
 
 class GradSink:
-    """Where one weight's or bias's gradient is summed, expert by expert, and rounded once to ``out``'s dtype.
+    """Where one weight's or bias's gradient is summed, block by block, and rounded once per expert to ``out``'s dtype.
 
     Args:
         out: [E, ...], may be a strided view.
         accumulate: add to what is there; else overwrite, with exact zeros for experts without rows.
     """
 
-    def __init__(self, out: Tensor, accumulate: bool, scratch: Scratch, name: str) -> None:
-        self.out, self.accumulate, self.scratch, self.name = out, accumulate, scratch, name
-        self._target = out
-        self._fresh = False
+    def __init__(self, out: Tensor, accumulate: bool, scratch: Scratch, name: str, rows: RowBlocks) -> None:
+        self._out, self._accumulate, self._scratch, self._name = out.unbind(0), accumulate, scratch, name
+        if not accumulate:
+            for e in rows.empty:
+                self._out[e].zero_()
 
-    def begin(self, e: int, rows: slice) -> bool:
-        """Start expert e; whether it has rows."""
-        if rows.stop == rows.start:
-            if not self.accumulate:
-                self.out[e].zero_()
-            return False
-        self._fresh = not self.accumulate
-        self._target = self.out[e]
-        if self._target.dtype != self.scratch.dtype:
-            shape = self._target.shape if self._target.ndim == 2 else (1, self._target.numel())
-            self._target = self.scratch.take("grad " + self.name, *shape).view(self.out[e].shape)
-            if self.accumulate:
-                self._target.copy_(self.out[e])
-        return True
-
-    def add_product(self, left_NL: Tensor, right_NR: Tensor) -> None:
-        """target += left^T right."""
-        if self._fresh:
-            torch.mm(left_NL.t(), right_NR, out=self._target)
+    def add_product(self, block: Block, left_NL: Tensor, right_NR: Tensor) -> None:
+        """Add left^T right."""
+        target = self._target(block)
+        if block.first and not self._accumulate:
+            torch.mm(left_NL.t(), right_NR, out=target)
         else:
-            self._target.addmm_(left_NL.t(), right_NR)
-        self._fresh = False
+            target.addmm_(left_NL.t(), right_NR)
+        self._close(block, target)
 
-    def add_rows(self, rows_NC: Tensor, scale_N: Tensor | None) -> None:
-        """target += sum of scale * row."""
-        total = rows_NC.sum(0) if scale_N is None else torch.mv(rows_NC.t(), scale_N)
-        if self._fresh:
-            self._target.copy_(total)
+    def add_rows(self, block: Block, rows_NC: Tensor, scale_N: Tensor | None) -> None:
+        """Add the sum of scale * row."""
+        target = self._target(block)
+        total = rows_NC.sum(0) if scale_N is None else torch.mv(rows_NC.t(), scale_N.to(rows_NC.dtype))
+        if block.first and not self._accumulate:
+            target.copy_(total)
         else:
-            self._target.add_(total)
-        self._fresh = False
+            target.add_(total)
+        self._close(block, target)
 
-    def end(self, e: int) -> None:
-        """Round and store expert e."""
-        store(self.out[e], self._target)
+    def _target(self, block: Block) -> Tensor:
+        out = self._out[block.expert]
+        if out.dtype == self._scratch.dtype:
+            return out
+        shape = out.shape if out.ndim == 2 else (1, out.numel())
+        wide = self._scratch.take("grad " + self._name, *shape).view(out.shape)
+        return wide.copy_(out) if block.first and self._accumulate else wide
+
+    def _close(self, block: Block, target: Tensor) -> None:
+        if block.last:
+            store(self._out[block.expert], target)

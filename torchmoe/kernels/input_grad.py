@@ -9,7 +9,8 @@ from torchmoe.kernels.tiles import locate_tile, main_loop, swizzle, widen
 
 @triton.jit(do_not_specialize=["num_row_tiles"])
 def input_grad_kernel(
-    dh_ptr,  # [P, 2F] (gate | up) or [P, F], contiguous
+    dh1_ptr,  # [P, F] of the gate, contiguous
+    dh3_ptr,  # [P, F] of up, contiguous; only read if GLU
     offsets_ptr,  # [E + 1] int32
     w1_ptr,  # [E, F, D]
     w3_ptr,  # [E, F, D]; only read if GLU
@@ -35,7 +36,7 @@ def input_grad_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """dxr[p] = dh[p, :F] W1[e] + dh[p, F:] W3[e]; the gate is already in dH.
+    """dxr[p] = dh1[p] W1[e] + dh3[p] W3[e]; the gate is already in dH.
 
     Reads: P*2F elements of dH once per column tile, the weights of experts with rows once per row tile group. Writes: P*D.
     Grid: (row tiles bound) * ceil(D / BLOCK_N). Owner: one program owns a [BLOCK_M, BLOCK_N] tile of dxr; it sums over F of
@@ -53,15 +54,27 @@ def input_grad_kernel(
     wide_columns = widen(columns, INDEX_64)
     lane = tl.arange(0, BLOCK_K)
 
-    width = F
-    if GLU:
-        width = 2 * F
-    dh_ptrs = dh_ptr + row_start.to(tl.int64) * width + safe_rows[:, None] * width + lane[None, :]
+    first_row = row_start.to(tl.int64) * F
+    dh_tile = safe_rows[:, None] * F + lane[None, :]
     w1_base = w1_ptr + expert.to(tl.int64) * stride_w1e
     w1_ptrs = w1_base + wide_columns[None, :] * stride_w1d + widen(lane, INDEX_64)[:, None] * stride_w1f
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     acc, _ = main_loop(
-        acc, acc, dh_ptrs, w1_ptrs, w1_ptrs, columns_mask, F, 1, stride_w1f, stride_w1f, False, EVEN_N, EVEN_K, BLOCK_K, PRECISION
+        acc,
+        acc,
+        dh1_ptr + first_row + dh_tile,
+        w1_ptrs,
+        w1_ptrs,
+        columns_mask,
+        F,
+        1,
+        stride_w1f,
+        stride_w1f,
+        False,
+        EVEN_N,
+        EVEN_K,
+        BLOCK_K,
+        PRECISION,
     )
     if GLU:
         w3_base = w3_ptr + expert.to(tl.int64) * stride_w3e
@@ -69,7 +82,7 @@ def input_grad_kernel(
         acc, _ = main_loop(
             acc,
             acc,
-            dh_ptrs + F,
+            dh3_ptr + first_row + dh_tile,
             w3_ptrs,
             w3_ptrs,
             columns_mask,

@@ -156,42 +156,25 @@ def _expert_mlp(
     save: str,
     chunk_tokens: int,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y and what ``save`` keeps of (gate, up, A); an empty tensor where it keeps nothing."""
     kernels = resolve(backend, x.device)
+    index = scheme.Index(tokens, offsets, index_map, token_offsets)
     weights = scheme.weight_views(scheme.Weights(w1, w3, w2, b1, b3, b2), layout)
-    parts = scheme.pieces(kernels, scheme.Index(tokens, offsets, index_map, token_offsets), expert_indices, chunk_tokens)
-    y, kept = mlp.forward_pieces(kernels, x, gates, parts, weights, activation, save)
-    empty = x.new_empty(0)
-    return y, empty if kept.h is None else kept.h, x.new_empty(0) if kept.a is None else kept.a
+    parts = scheme.pieces(kernels, index, expert_indices, chunk_tokens)
+    y, kept = mlp.forward_pieces(kernels, x, gates, parts, scheme.Problem(index, weights, activation, save))
+    gate, up, a = (x.new_empty(0) if t is None else t for t in kept)
+    return y, gate, up, a
 
 
 @_expert_mlp.register_fake
-def _(
-    x: Tensor,
-    gates: Tensor,
-    tokens: Tensor,
-    offsets: Tensor,
-    index_map: Tensor,
-    token_offsets: Tensor | None,
-    expert_indices: Tensor | None,
-    w1: Tensor,
-    w3: Tensor | None,
-    w2: Tensor,
-    b1: Tensor | None,
-    b3: Tensor | None,
-    b2: Tensor | None,
-    activation: str,
-    layout: str,
-    save: str,
-    chunk_tokens: int,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, gates: Tensor, tokens: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (w1, w3, w2), save = others[4:7], others[-3]
     P, F = tokens.numel(), w2.size(2)
-    columns = {"half": F, "preact": w1.size(1) + (0 if w3 is None else w3.size(1))}
-    columns["all"] = columns["preact"]
-    h = x.new_empty(P, columns[save]) if save in columns else x.new_empty(0)
-    a = x.new_empty(P, F) if save == "all" else x.new_empty(0)
-    return x.new_empty(x.size(0), w2.size(1)), h, a
+    gated = w1.size(1) + (0 if w3 is None else w3.size(1)) > F
+    kept = (save in ("half", "preact", "all"), gated and save in ("preact", "all"), save == "all")
+    gate, up, a = (x.new_empty(P, F) if keep else x.new_empty(0) for keep in kept)
+    return x.new_empty(x.size(0), w2.size(1)), gate, up, a
 
 
 @torch.library.custom_op("torchmoe::expert_mlp_backward", mutates_args=())
@@ -210,7 +193,8 @@ def _expert_mlp_backward(
     b1: Tensor | None,
     b3: Tensor | None,
     b2: Tensor | None,
-    h: Tensor | None,
+    gate: Tensor | None,
+    up: Tensor | None,
     a: Tensor | None,
     needs: list[bool],
     activation: str,
@@ -231,8 +215,6 @@ def _expert_mlp_backward(
     )
     parts = scheme.pieces(kernels, whole, expert_indices, chunk_tokens)
     several = len(parts) > 1
-    dx = torch.empty_like(dy) if needs[0] and several else None
-    dgates = torch.empty_like(gates) if needs[1] and several else None
     # One piece writes the gradient once, in the weight's dtype; several add up in the accumulation dtype.
     grads = {
         name: (torch.zeros if several else torch.empty)(
@@ -241,37 +223,21 @@ def _expert_mlp_backward(
         for name, w, need in zip(WEIGHTS, given, needs[2:], strict=True)
         if need and w is not None
     }
-    views = grad_views(grads, layout)
-    for part in parts:
-        dx_c, ds = mlp.backward(
-            kernels,
-            dy[part.tokens],
-            None if x is None else x[part.tokens],
-            gates[part.tokens],
-            part.queue,
-            weights,
-            scheme.take(scheme.Hiddens(h, a), part),
-            activation,
-            save,
-            need_x=needs[0],
-            grads=views,
-            accumulate=several,
-        )
-        if not several:
-            dx, dgates = dx_c, ds
-            continue
-        if dx is not None and dx_c is not None:
-            dx[part.tokens] = dx_c
-        if dgates is not None:
-            dgates[part.tokens] = ds
-    nothing = [dy.new_empty(0) for _ in range(8)]
-    for i, value in enumerate((dx, dgates)):
-        if needs[i] and value is not None:
-            nothing[i] = value
-    for i, (name, w) in enumerate(zip(WEIGHTS, given, strict=True)):
-        if name in grads and w is not None:
-            nothing[2 + i] = grads[name].to(w.dtype)
-    return nothing
+    dx, dgates = mlp.backward_pieces(
+        kernels,
+        dy,
+        x,
+        gates,
+        parts,
+        scheme.Problem(whole, weights, activation, save),
+        scheme.Hiddens(gate, up, a),
+        need_x=needs[0],
+        grads=grad_views(grads, layout),
+        accumulate=False,
+    )
+    found = [dx, dgates if needs[1] else None]
+    found += [grads[name].to(w.dtype) if w is not None and name in grads else None for name, w in given._asdict().items()]
+    return [dy.new_empty(0) if t is None else t for t in found]
 
 
 def grad_views(grads: dict[str, Tensor], layout: str) -> dict[str, Tensor]:
@@ -296,52 +262,30 @@ def grad_views(grads: dict[str, Tensor], layout: str) -> dict[str, Tensor]:
 
 
 @_expert_mlp_backward.register_fake
-def _(
-    dy: Tensor,
-    x: Tensor | None,
-    gates: Tensor,
-    tokens: Tensor | None,
-    offsets: Tensor,
-    index_map: Tensor | None,
-    token_offsets: Tensor | None,
-    expert_indices: Tensor | None,
-    w1: Tensor,
-    w3: Tensor | None,
-    w2: Tensor,
-    b1: Tensor | None,
-    b3: Tensor | None,
-    b2: Tensor | None,
-    h: Tensor | None,
-    a: Tensor | None,
-    needs: list[bool],
-    activation: str,
-    layout: str,
-    save: str,
-    chunk_tokens: int,
-    backend: str,
-) -> list[Tensor]:
-    out = []
-    for like, need in zip((dy, gates, w1, w3, w2, b1, b3, b2), needs, strict=True):
-        out.append(like.new_empty(like.shape) if need and like is not None else dy.new_empty(0))
-    return out
+def _(dy: Tensor, x: Tensor | None, gates: Tensor, *others: Any) -> list[Tensor]:
+    weights, needs = others[5:11], others[14]
+    return [
+        like.new_empty(like.shape) if need and like is not None else dy.new_empty(0)
+        for like, need in zip((dy, gates, *weights), needs, strict=True)
+    ]
 
 
-def _expert_mlp_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _expert_mlp_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     (x, gates, tokens, offsets, index_map, token_offsets, expert_indices, *weights) = inputs[:13]
     ctx.activation, ctx.layout, ctx.save, ctx.chunk_tokens, ctx.backend = inputs[13:]
-    _, h, a = output
-    ctx.mark_non_differentiable(h, a)
+    _, *hiddens = output
+    ctx.mark_non_differentiable(*hiddens)
     ctx.set_materialize_grads(False)
     w1_or_w3 = ctx.needs_input_grad[7] or ctx.needs_input_grad[8]
     # x serves dW1, dW3 and the recomputation of H; with these weights frozen and H saved nobody reads it.
     keep_x = x if w1_or_w3 or ctx.save in ("input", "half") else None
     chunked = ctx.chunk_tokens > 0 and expert_indices is not None and expert_indices.size(0) > ctx.chunk_tokens
     index = (None, offsets, None, None, expert_indices) if chunked else (tokens, offsets, index_map, token_offsets, None)
-    kept = (h if ctx.save in ("half", "preact", "all") else None, a if ctx.save == "all" else None)
+    kept = (t if t.ndim == 2 else None for t in hiddens)
     ctx.save_for_backward(keep_x, gates, *index, *weights, *kept)
 
 
-def _expert_mlp_backward_rule(ctx: Any, dy: Tensor | None, dh: Tensor | None, da: Tensor | None) -> tuple[Any, ...]:
+def _expert_mlp_backward_rule(ctx: Any, dy: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if dy is None:
         return (None,) * 18
     x, gates, *rest = ctx.saved_tensors

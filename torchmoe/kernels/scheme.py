@@ -14,9 +14,11 @@ __all__ = [
     "LAYOUTS",
     "SAVE_MODES",
     "WEIGHTS",
+    "Halves",
     "Hiddens",
     "Index",
     "Piece",
+    "Problem",
     "Weights",
     "pieces",
     "rows_of_slots",
@@ -28,6 +30,10 @@ __all__ = [
 SAVE_MODES = ("input", "half", "preact", "all")
 LAYOUTS = ("split", "concat", "interleaved")
 WEIGHTS = ("w1", "w3", "w2", "b1", "b3", "b2")
+
+
+Halves = tuple[Tensor, Tensor | None]
+"""Pre-activations or their gradients: the gate's [P, F] and, with a gated unit, the up half's [P, F]."""
 
 
 class Weights(NamedTuple):
@@ -50,10 +56,23 @@ class Index(NamedTuple):
     token_offsets: Tensor | None = None
 
 
-class Hiddens(NamedTuple):
-    """What a save mode keeps besides x: h is the gate half ("half"), or all pre-activations; a only in "all"."""
+class Problem(NamedTuple):
+    """What one forward and backward compute: an expert MLP over one queue, and what the forward keeps of it.
 
-    h: Tensor | None = None
+    ``save`` is a mode of ``SAVE_MODES`` or "none" (inference): keep nothing, write no pre-activations.
+    """
+
+    queue: Index
+    weights: Weights
+    activation: str
+    save: str
+
+
+class Hiddens(NamedTuple):
+    """What a save mode keeps besides x, [P, F] each: the gate half, from "preact" on the up half of a gated unit, A in "all"."""
+
+    gate: Tensor | None = None
+    up: Tensor | None = None
     a: Tensor | None = None
 
 

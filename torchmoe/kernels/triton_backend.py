@@ -13,6 +13,7 @@ from torchmoe.kernels import launch as host
 from torchmoe.kernels.backward_hidden import backward_hidden_kernel, gate_gradient_kernel
 from torchmoe.kernels.down_projection import down_projection_kernel
 from torchmoe.kernels.input_grad import input_grad_kernel
+from torchmoe.kernels.scheme import Halves
 from torchmoe.kernels.triton_routing import build_queue, combine
 from torchmoe.kernels.tuning import Config, Key, rows_bucket
 from torchmoe.kernels.up_projection import up_projection_kernel
@@ -29,8 +30,6 @@ __all__ = [
     "weight_grad_rows",
 ]
 
-Hidden = Tensor | tuple[Tensor, Tensor]
-
 
 def up_projection(
     x_TD: Tensor,
@@ -43,14 +42,15 @@ def up_projection(
     activation: str,
     save_hidden: bool,
     gate_only: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Halves | None]:
     """See :func:`torchmoe.kernels.reference.up_projection`; x is gathered inside the loads of one grouped GEMM."""
     E, F, D = w1_EFD.shape
     P, device, glu = expert_token_indices_P.numel(), x_TD.device, w3_EFD is not None
     host.check("up_projection", device, x_TD.dtype, w1=w1_EFD, w3=w3_EFD, b1=b1_EF, b3=b3_EF)
     halves = (2 if glu and not gate_only else 1) if save_hidden else 0
     a_PF = x_TD.new_empty(P, F)
-    h = x_TD.new_empty(P, halves * F) if save_hidden else None
+    gate_PF = torch.empty_like(a_PF) if halves > 0 else a_PF
+    up_PF = torch.empty_like(a_PF) if halves > 1 else a_PF
     w3 = w3_EFD if w3_EFD is not None else w1_EFD
     b1 = b1_EF if b1_EF is not None else w1_EFD[:, :, 0]
     b3 = b3_EF if b3_EF is not None else b1
@@ -69,7 +69,8 @@ def up_projection(
             b1_ptr=b1,
             b3_ptr=b3,
             a_ptr=a_PF,
-            h_ptr=h if h is not None else a_PF,
+            gate_ptr=gate_PF,
+            up_ptr=up_PF,
             num_row_tiles=tiles_m,
             D=D,
             F=F,
@@ -93,7 +94,7 @@ def up_projection(
         )
 
     host.run_gemm(_key("up_projection", F, D, E, P, x_TD), device, start)
-    return a_PF, h
+    return a_PF, (gate_PF, up_PF if halves > 1 else None) if save_hidden else None
 
 
 def down_projection(a_PF: Tensor, expert_token_offsets_E1: Tensor, w2_EDF: Tensor, b2_ED: Tensor | None) -> Tensor:
@@ -140,22 +141,23 @@ def backward_hidden(
     expert_token_indices_P: Tensor,
     expert_token_offsets_E1: Tensor,
     gates_P: Tensor,
-    h: Hidden,
+    h: Halves,
     w2_EDF: Tensor,
     b2_ED: Tensor | None,
     activation: str,
     a_PF: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Halves, Tensor, Tensor]:
     """See :func:`torchmoe.kernels.reference.backward_hidden`; one grouped GEMM whose epilogue gives all three."""
     E, D, F = w2_EDF.shape
     P, device = expert_token_indices_P.numel(), dy_TD.device
-    gate_PF, up_PF = h if isinstance(h, tuple) else (h, None) if h.size(1) == F else (h[:, :F], h[:, F:])
+    gate_PF, up_PF = h
     host.check("backward_hidden", device, dy_TD.dtype, gate=gate_PF, up=up_PF, w2=w2_EDF, b2=b2_ED, a=a_PF)
     glu = up_PF is not None
     up = up_PF if up_PF is not None else gate_PF
     gate_PF, up = _unit_columns(gate_PF), _unit_columns(up)
-    dh = dy_TD.new_empty(P, 2 * F if glu else F)
     ag_PF = dy_TD.new_empty(P, F)
+    dgate_PF = torch.empty_like(ag_PF)
+    dup_PF = torch.empty_like(ag_PF) if glu else None
     dgates_P = torch.empty(P, dtype=torch.float32, device=device)
     scale_P = gates_P.to(torch.float32).contiguous()
     saved_a = a_PF.contiguous() if a_PF is not None else ag_PF
@@ -178,7 +180,8 @@ def backward_hidden(
             h3_ptr=up,
             a_ptr=saved_a,
             w2_ptr=w2_EDF,
-            dh_ptr=dh,
+            dh1_ptr=dgate_PF,
+            dh3_ptr=dup_PF if dup_PF is not None else dgate_PF,
             ag_ptr=ag_PF,
             partials_ptr=partials,
             num_row_tiles=tiles_m,
@@ -228,16 +231,17 @@ def backward_hidden(
         BLOCK_D=min(host.power_of_two(D), 256),
         num_warps=4,
     )
-    return dh, ag_PF, dgates_P
+    return (dgate_PF, dup_PF), ag_PF, dgates_P
 
 
-def input_grad(dh: Tensor, expert_token_offsets_E1: Tensor, w1_EFD: Tensor, w3_EFD: Tensor | None) -> Tensor:
+def input_grad(dh: Halves, expert_token_offsets_E1: Tensor, w1_EFD: Tensor, w3_EFD: Tensor | None) -> Tensor:
     """See :func:`torchmoe.kernels.reference.input_grad`."""
     E, F, D = w1_EFD.shape
-    P, device = dh.size(0), dh.device
-    host.check("input_grad", device, dh.dtype, w1=w1_EFD, w3=w3_EFD)
-    dxr_PD = dh.new_empty(P, D)
-    dh = dh.contiguous()
+    dgate_PF = dh[0].contiguous()
+    dup_PF = dgate_PF if dh[1] is None else dh[1].contiguous()
+    P, device, dtype = dgate_PF.size(0), dgate_PF.device, dgate_PF.dtype
+    host.check("input_grad", device, dtype, w1=w1_EFD, w3=w3_EFD, up=dup_PF)
+    dxr_PD = dgate_PF.new_empty(P, D)
     w3 = w3_EFD if w3_EFD is not None else w1_EFD
 
     def start(config: Config) -> None:
@@ -246,7 +250,8 @@ def input_grad(dh: Tensor, expert_token_offsets_E1: Tensor, w1_EFD: Tensor, w3_E
             input_grad_kernel,
             (tiles_m * -(-D // config.block_n),),
             device,
-            dh_ptr=dh,
+            dh1_ptr=dgate_PF,
+            dh3_ptr=dup_PF,
             offsets_ptr=expert_token_offsets_E1,
             w1_ptr=w1_EFD,
             w3_ptr=w3,
@@ -262,11 +267,11 @@ def input_grad(dh: Tensor, expert_token_offsets_E1: Tensor, w1_EFD: Tensor, w3_E
             INDEX_64=host.index_64((w1_EFD, (1, 2)), (w3, (1, 2))),
             EVEN_N=D % config.block_n == 0,
             EVEN_K=F % config.block_k == 0,
-            PRECISION=host.dot_precision(dh.dtype),
-            **_tile(config, dh.dtype),
+            PRECISION=host.dot_precision(dtype),
+            **_tile(config, dtype),
         )
 
-    host.run_gemm(_key("input_grad", D, F, E, P, dh), device, start)
+    host.run_gemm(_key("input_grad", D, F, E, P, dgate_PF), device, start)
     return dxr_PD
 
 

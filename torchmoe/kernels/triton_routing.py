@@ -29,7 +29,8 @@ def build_queue(expert_ids_TK: Tensor, num_experts: int, max_rows: int | None = 
     ids = expert_ids_TK.reshape(-1)
     shared = {"E": E, "BINS": host.power_of_two(E + 1), "TILE": tile, "num_warps": 4}
     host.launch(count_pairs_kernel, (tiles,), device, ids_ptr=ids, counts_ptr=counts, num_pairs=pairs, **shared)
-    block_e = min(16, host.power_of_two(E))
+    # Never narrower: with 4 columns the scan of a [128, 4] tile goes through local memory on one target.
+    block_e = 16
     host.launch(
         scan_columns_kernel,
         (-(-E // block_e),),

@@ -18,7 +18,8 @@ def up_projection_kernel(
     b1_ptr,  # [E, F]; only read if BIAS
     b3_ptr,  # [E, F]; only read if BIAS and GLU
     a_ptr,  # [P, F] out
-    h_ptr,  # [P, F * SAVE_HALVES] out, gate columns first
+    gate_ptr,  # [P, F] out; only written if SAVE_HALVES
+    up_ptr,  # [P, F] out; only written if SAVE_HALVES == 2
     num_row_tiles,
     D,
     F,
@@ -118,10 +119,9 @@ def up_projection_kernel(
         gate_stored = gate_part.to(storage)
         up_stored = up_part.to(storage)
         activated = activate(gate_stored.to(tl.float32), up_stored.to(tl.float32), ACTIVATION)
-        tl.store(a_ptr + row_base * F + (rows * F + columns[None, :]), activated.to(storage), mask=mask)
+        local = rows * F + columns[None, :]
+        tl.store(a_ptr + row_base * F + local, activated.to(storage), mask=mask)
         if SAVE_HALVES > 0:
-            h_base = h_ptr + row_base * (F * SAVE_HALVES)
-            local_h = rows * (F * SAVE_HALVES) + columns[None, :]
-            tl.store(h_base + local_h, gate_stored, mask=mask)
-            if SAVE_HALVES == 2:
-                tl.store(h_base + F + local_h, up_stored, mask=mask)
+            tl.store(gate_ptr + row_base * F + local, gate_stored, mask=mask)
+        if SAVE_HALVES == 2:
+            tl.store(up_ptr + row_base * F + local, up_stored, mask=mask)
