@@ -31,6 +31,25 @@ def test_fields_survive_in_aligned_records(fields: list[tuple[int, torch.dtype]]
         assert not view[0].any()  # the header is cleared: its bits would be rows
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.sampled_from(DTYPES)), min_size=1, max_size=3),
+    st.lists(st.integers(1, 4), max_size=3),
+    st.booleans(),
+)
+def test_messages_gathered_at_once_are_those_packed_one_by_one(
+    fields: list[tuple[int, torch.dtype]], rows: list[int], check: bool
+) -> None:
+    layout = Layout(tuple(fields))
+    g = torch.Generator().manual_seed(0)
+    values = [torch.randn(6, c, generator=g).mul(100).to(d) for c, d in fields]
+    picked = [torch.randint(6, (n,), generator=g) for n in rows]
+    headers = [Header("dispatch", 3, 7, i, n) for i, n in enumerate(rows)]
+    index = torch.cat([torch.zeros(0, dtype=torch.long), *(torch.cat([torch.tensor([5]), p]) for p in picked)])
+    got = layout.gather(headers, values, index, device=CPU, check=check)
+    want = [layout.pack(h, [v[p] for v in values], device=CPU, check=check) for h, p in zip(headers, picked, strict=True)]
+    assert len(got) == len(want) and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_nothing_is_sent_for_no_rows() -> None:
     assert Layout(((4, torch.float32),)).num_bytes(0) == 0
 

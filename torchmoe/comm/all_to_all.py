@@ -48,6 +48,7 @@ class AllToAllExchange(TokenExchange):
         num_experts: E of the layer, see :class:`TokenExchange`.
         owners: expert -> index in ``ranks``.
         deadlines: how long one exchange may take.
+        collective: one all-to-all of the process group where the transport has it, see :class:`HierarchicalAllToAll`.
 
     Raises:
         ConfigError: this rank is not in ``ranks``.
@@ -61,10 +62,11 @@ class AllToAllExchange(TokenExchange):
         num_experts: int | None = None,
         owners: Sequence[int] | None = None,
         deadlines: Deadlines | None = None,
+        collective: bool = False,
     ) -> None:
         self.ranks = tuple(range(transport.world_size) if ranks is None else ranks)
         super().__init__(index_of(transport.rank, self.ranks), len(self.ranks), num_experts, owners)
-        self._wire = RowWire(transport, (deadlines or Deadlines()).exchange)
+        self._wire = RowWire(transport, (deadlines or Deadlines()).exchange, collective=collective)
 
     @staticmethod
     def communicators(ranks: Sequence[int]) -> tuple[Communicator, ...]:

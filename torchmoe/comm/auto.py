@@ -61,11 +61,19 @@ class AutoAllToAll(HierarchicalAllToAll):
         num_experts: int | None = None,
         owners: Sequence[int] | None = None,
         deadlines: Deadlines | None = None,
+        collective: bool = True,
     ) -> None:
         super().__init__(
-            transport, lanes=lanes, ranks=ranks, domains=domains, num_experts=num_experts, owners=owners, deadlines=deadlines
+            transport,
+            lanes=lanes,
+            ranks=ranks,
+            domains=domains,
+            num_experts=num_experts,
+            owners=owners,
+            deadlines=deadlines,
+            collective=collective,
         )
-        self._flat = AllToAllExchange(transport, ranks=ranks, deadlines=deadlines)
+        self._flat = AllToAllExchange(transport, ranks=ranks, deadlines=deadlines, collective=collective)
         self.links = self._measure() if links is None else links
         t, words = self.topology, len(Sizes._fields) + 2 + lanes
         counts = Sizes((t.nodes - 1) * lanes * words, (lanes - 1) * words, (t.nodes - 1) * words, (lanes - 1) * t.nodes * words)
@@ -162,13 +170,14 @@ class AutoAllToAll(HierarchicalAllToAll):
                     rows = torch.zeros(max(1, size // len(peers) // 64), 16, device=device)
                     num_bytes = rows.numel() * 4 * len(peers)
                     probes.append((hop, len(peers), num_bytes, _probe(wire, name, peers, rows)))
-        times: list[list[int]] = [[] for _ in probes]
-        for _ in range(ROUNDS):
-            for i, (*_, exchange) in enumerate(probes):
+        mine = []
+        for *_, exchange in probes:
+            times = []
+            for _ in range(ROUNDS):  # in a row: the first opens connections and waits for ranks that are late from before
                 start = time.perf_counter()
                 exchange()
-                times[i].append(round((time.perf_counter() - start) * NANO))
-        mine = [sorted(seconds[1:])[(len(seconds) - 1) // 2] for seconds in times]  # the first opens connections
+                times.append(round((time.perf_counter() - start) * NANO))
+            mine.append(sorted(times[1:])[(ROUNDS - 1) // 2])
         others = [r for r in self.ranks if r != self.ranks[self.index]]
         shared = self._flat._wire.counts(COUNTS, dict.fromkeys(others, mine), len(mine), "times of the links")
         slowest = [max([mine[i], *(v[i] for v in shared.values())]) / NANO for i in range(len(mine))]

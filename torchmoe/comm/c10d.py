@@ -209,6 +209,7 @@ class C10dTransport:
         self._groups, self._record = groups, record
         self._log: list[Message] = []
         self._broken: dict[str, str] = {}
+        self._closed = False
         self._heartbeat = heartbeat
         self._changed = threading.Condition()
         self._waiters: dict[tuple[str, str, int], _Waiter] = {}
@@ -316,6 +317,8 @@ class C10dTransport:
         return self._handle_gloo(c, [op], what)
 
     def _group(self, communicator: str, what: str) -> tuple[Communicator, dist.ProcessGroup]:
+        if self._closed:
+            raise ConfigError(f"{what}: the transport of rank {self.rank} was closed; create another for more messages")
         if communicator not in self._groups:
             raise ConfigError(
                 f"{what}: rank {self.rank} is not in a communicator {communicator!r}; it has {', '.join(self._groups) or 'none'}"
@@ -353,6 +356,7 @@ class C10dTransport:
 
     def close(self) -> None:
         """Release the communicators. Messages in flight are abandoned."""
+        self._closed = True
         self.stop_threads()
         for _, pg in self._groups.values():
             if dist.is_initialized():

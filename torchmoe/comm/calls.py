@@ -143,6 +143,15 @@ class M2NCalls:
 
     def combine(self, key: Key, y_RD: Tensor) -> None:
         """Send the partial sums of the rows of :meth:`receive` to the next attention group."""
+        if key not in self._received:
+            raise ConfigError(
+                f"combine of layer {key.layer}, micro-batch {key.microbatch} without rows to combine; "
+                "call receive() with this key first, and combine() once"
+            )
+        if not isinstance(y_RD, Tensor):
+            raise ConfigError(
+                f"the experts of layer {key.layer} returned {type(y_RD).__name__}; return partial sums, one per received row"
+            )
         received = self._received.pop(key)
 
         def forward(y_RD: Tensor) -> Tensor:

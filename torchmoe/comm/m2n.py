@@ -12,7 +12,7 @@ with ``sizes="fixed"`` padded to a capacity.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torchmoe.comm.pending import Key, Pending
 from torchmoe.comm.plan import Combine, Overflow, Plan, Sizes, handshake
 from torchmoe.comm.route import ReceivedRoute, Route, SequenceMap
 from torchmoe.comm.transport import P2P, Transport
-from torchmoe.comm.wire import COUNTS_HEADER, Gather, Layout, Spans, pack_counts, unpack_counts
+from torchmoe.comm.wire import COUNTS_HEADER, Layout, Spans, pack_counts, unpack_counts
 from torchmoe.errors import ExchangeError
 from torchmoe.placement import GroupId, Placement, Residual
 
@@ -173,12 +173,25 @@ class M2NExchange:
         """(index, global rank) of the F ranks that get rows."""
         return [(n, rank) for n, rank in enumerate(self._experts(key)) if route.rows[n]]
 
-    @staticmethod
-    def _rows(route: Route, n: int, values: Tensor, fill: float) -> Tensor | Gather:
-        """The rows for F rank ``n``; picked straight into the message where nothing is padded."""
-        if route.padded:
-            return route.take(n, values, fill=fill)
-        return Gather(values, route.token_indices_R[route.offsets[n] : route.offsets[n + 1]])
+    def _send_rows(
+        self,
+        kind: str,
+        key: Key,
+        route: Route,
+        fields: Sequence[tuple[Tensor, float]],
+        finish: Callable[[], None] = nothing,
+    ) -> Pending[None]:
+        """Each F rank's rows of [T, columns] fields, picked straight into the messages where nothing is padded.
+
+        Args:
+            fields: each with what stands in its padding rows.
+        """
+        wanted = self._wanted(key, route)
+        if not route.padded:
+            ranks = [(rank, route.rows[n]) for n, rank in wanted]
+            return self._messages.send_gathered(kind, key, ranks, [f for f, _ in fields], route.record_index_N, finish)
+        parts = [(rank, [route.take(n, f, fill=fill) for f, fill in fields]) for n, rank in wanted]
+        return self._messages.send(kind, key, parts, finish)
 
     # ---- attention ranks: forward
     def send_counts(self, key: Key, route: Route, seqs: SequenceMap) -> Pending[None]:
@@ -212,8 +225,7 @@ class M2NExchange:
             )
         over = self._overflow(key, route)
         fields = ((x_TD.detach(), 0), (gates_TK.detach(), 0), (expert_ids_TK, -1))
-        parts = [(rank, [self._rows(route, n, f, fill) for f, fill in fields]) for n, rank in self._wanted(key, route)]
-        return self._messages.send("dispatch", key, parts, over)
+        return self._send_rows("dispatch", key, route, fields, over)
 
     def send_ids(self, key: Key, expert_ids_TK: Tensor, seqs: SequenceMap) -> Pending[None]:
         """The routing, to the next attention group, which sizes its combine with it."""
@@ -257,8 +269,7 @@ class M2NExchange:
     def send_d_combine(self, key: Key, route: Route, dy_TD: Tensor) -> Pending[None]:
         """The gradient of every row that came back is the token's gradient: one row per (token, F rank)."""
         self._check_rows("dy_TD", dy_TD, route.num_tokens)
-        parts = [(rank, [self._rows(route, n, dy_TD.detach(), 0)]) for n, rank in self._wanted(key, route)]
-        return self._messages.send("d_combine", key, parts)
+        return self._send_rows("d_combine", key, route, [(dy_TD.detach(), 0)])
 
     def send_d_residual(self, key: Key, dres_TD: Tensor, seqs: SequenceMap) -> Pending[None]:
         """The residual's gradient, to the previous attention group."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmoe.comm.pending import Arrivals, Key, Pending
 from torchmoe.comm.transport import P2P, Transport, Work
 from torchmoe.comm.wire import Header, Layout, Packed
-from torchmoe.errors import ExchangeError
+from torchmoe.errors import ConfigError, ExchangeError
 from torchmoe.placement import Placement
 
 __all__ = ["Incoming", "Messages", "nothing"]
@@ -85,6 +85,10 @@ class Messages:
 
     def _communicator(self, kind: str, layer: int) -> str:
         if (kind, layer) not in self._names:
+            if not 0 <= layer < self.placement.num_layers:
+                raise ConfigError(
+                    f"{kind} of layer {layer}: the placement has MoE layers 0 to {self.placement.num_layers - 1}; use one of them"
+                )
             self._names[kind, layer] = self.placement.communicator(kind, layer)
         return self._names[kind, layer]
 
@@ -138,19 +142,40 @@ class Messages:
         finish: Callable[[], None] = nothing,
     ) -> Pending[None]:
         """Send to each (rank, fields) of ``parts``; ranks without rows are left out."""
-        layout, ops, number = self.layouts[kind], [], None
+        layout, messages = self.layouts[kind], []
         for rank, tensors in parts:
             first = tensors[0]
             rows = first.shape[0] if isinstance(first, Tensor) else first.rows
             if rows:
                 header = self.header(kind, key, self.transport.rank, rank, rows)
-                number = header.sequence if number is None else number
-                buffer = layout.pack(header, tensors, device=self._device, check=self._check)
-                if rank == self.transport.rank:
-                    self._to_self[kind, key] = buffer
-                else:
-                    ops.append(P2P("send", rank, buffer))
-        return self.post(kind, key, "send", ops, finish, number=number)
+                messages.append((rank, header, layout.pack(header, tensors, device=self._device, check=self._check)))
+        return self._send(kind, key, messages, finish)
+
+    def send_gathered(
+        self,
+        kind: str,
+        key: Key,
+        ranks: Sequence[tuple[int, int]],
+        values: Sequence[Tensor],
+        index_N: Tensor,
+        finish: Callable[[], None] = nothing,
+    ) -> Pending[None]:
+        """Send to each (rank, rows) of ``ranks``, all with rows, what ``index_N`` picks: see :meth:`Layout.gather`."""
+        headers = [self.header(kind, key, self.transport.rank, rank, rows) for rank, rows in ranks]
+        buffers = self.layouts[kind].gather(headers, values, index_N, device=self._device, check=self._check)
+        messages = [(rank, header, buffer) for (rank, _), header, buffer in zip(ranks, headers, buffers, strict=True)]
+        return self._send(kind, key, messages, finish)
+
+    def _send(
+        self, kind: str, key: Key, messages: Sequence[tuple[int, Header, Tensor]], finish: Callable[[], None]
+    ) -> Pending[None]:
+        ops = []
+        for rank, _, buffer in messages:
+            if rank == self.transport.rank:
+                self._to_self[kind, key] = buffer
+            else:
+                ops.append(P2P("send", rank, buffer))
+        return self.post(kind, key, "send", ops, finish, number=messages[0][1].sequence if messages else None)
 
     def receive(
         self, kind: str, key: Key, sources: Sequence[tuple[int, int]], finish: Callable[[Tensor, list[Tensor]], T_co]

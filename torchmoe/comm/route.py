@@ -15,6 +15,8 @@ from torchmoe.placement import GroupId, Placement, Where
 
 __all__ = ["ReceivedRoute", "Route", "SequenceMap"]
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 @dataclass(frozen=True)
 class SequenceMap:
@@ -100,13 +102,15 @@ class Route:
             grow: instead of cutting, take the smallest power of two times the capacity that fits (read back to the host).
 
         Raises:
-            RoutingError: ids that are not [T, K], or outside [-1, E). (With a capacity such ids count as dropped: telling
-                would need the host.)
+            RoutingError: ids that are not [T, K], no integers, or outside [-1, E). (With a capacity the last count as dropped:
+                telling would need the host.)
         """
         if expert_ids_TK.dim() != 2:
             raise RoutingError(
                 f"expert ids of shape {tuple(expert_ids_TK.shape)} must be [T, K]; reshape them to one row per token"
             )
+        if expert_ids_TK.dtype not in _INTEGERS:
+            raise RoutingError(f"expert ids are {expert_ids_TK.dtype}; give integers, e.g. scores.topk(k).indices")
         ids_TK = expert_ids_TK.long()
         e = owners_E.shape[0]
         kept_TK = (ids_TK >= 0) & (ids_TK < e)
@@ -154,6 +158,13 @@ class Route:
     def offsets(self) -> tuple[int, ...]:
         """Row offsets of the F ranks, N + 1 of them."""
         return tuple(accumulate(self.rows, initial=0))
+
+    @cached_property
+    def record_index_N(self) -> Tensor:
+        """Token of every record of the messages to all F ranks that get rows; token 0 in the places of their headers."""
+        header = self.token_indices_R.new_zeros(1)
+        parts = torch.split(self.token_indices_R, list(self.rows))
+        return torch.cat([p for part in parts if part.shape[0] for p in (header, part)] or [header[:0]])
 
     @cached_property
     def slot_index(self) -> tuple[Tensor, Tensor]:

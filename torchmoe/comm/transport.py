@@ -100,13 +100,15 @@ def check_op(op: P2P, rank: int, group: Communicator, what: str) -> Tensor:
     """The buffer of ``op`` on ``group``; what no back end could carry is refused. For back ends.
 
     Raises:
-        ConfigError: the peer is this rank or not in the group; the buffer is not 1-D contiguous uint8.
+        ConfigError: the side is unknown; the peer is this rank or not in the group; the buffer is not 1-D contiguous uint8.
     """
     if op.peer == rank or op.peer not in group.ranks:
         raise ConfigError(
             f"{what}: rank {op.peer} is no peer of rank {rank} in {group.name!r} {list(group.ranks)}; "
             "send to other ranks of the communicator and copy the self-part"
         )
+    if op.side not in ("send", "recv"):
+        raise ConfigError(f"{what}: side {op.side!r} is unknown; use 'send' or 'recv'")
     b = op.buffer
     if b.dtype != torch.uint8 or b.dim() != 1 or not b.is_contiguous():
         raise ConfigError(

@@ -26,7 +26,6 @@ from torchmoe.errors import ConfigError, ExchangeError
 __all__ = [
     "COUNTS_HEADER",
     "KINDS",
-    "Gather",
     "Header",
     "Layout",
     "Packed",
@@ -55,9 +54,9 @@ class Header(NamedTuple):
 
     def words(self, check: int = 0) -> tuple[int, int]:
         """Two int64 words: sequence 32, layer 16, micro-batch 15 bits; rows 32, kind 8, checksum 23 bits."""
-        if self.layer >= 1 << 15 or self.microbatch >= 1 << 15 or self.rows >= 1 << 32:
+        if not (0 <= self.layer < 1 << 15 and 0 <= self.microbatch < 1 << 15 and self.rows < 1 << 32):
             raise ConfigError(
-                f"layer {self.layer} and micro-batch {self.microbatch} must be below 32768 and {self.rows} rows below 2**32 "
+                f"layer {self.layer} and micro-batch {self.microbatch} must be from 0 to 32767 and {self.rows} rows below 2**32 "
                 "to fit in a message header"
             )
         a = (self.sequence & 0xFFFFFFFF) | self.layer << 32 | self.microbatch << 48
@@ -98,25 +97,8 @@ def checksum(buffer: Tensor) -> Tensor:
     return (words * weights).sum() % _CHECKED + 1
 
 
-class Gather(NamedTuple):
-    """Rows ``values[rows_R]`` that are to be packed, not copied twice: [T, columns] and the rows' int64 indices."""
-
-    values: Tensor
-    rows_R: Tensor
-
-    @property
-    def rows(self) -> int:
-        return int(self.rows_R.shape[0])
-
-    def put(self, out: Tensor) -> None:
-        if self.values.dtype == out.dtype:
-            torch.index_select(self.values, 0, self.rows_R, out=out)
-        else:
-            out.copy_(self.values[self.rows_R])
-
-
 class Spans(NamedTuple):
-    """Rows ``values[start:stop]`` of every span, one below the other, likewise."""
+    """Rows ``values[start:stop]`` of every span, one below the other, that are to be packed, not copied twice: [T, columns]."""
 
     values: Tensor
     spans: Sequence[tuple[int, int]]
@@ -132,7 +114,7 @@ class Spans(NamedTuple):
             at += hi - lo
 
 
-Packed = Tensor | Gather | Spans
+Packed = Tensor | Spans
 """What one field of a message is made of."""
 
 
@@ -174,16 +156,42 @@ class Layout:
             check: put a checksum of the rows into the header.
         """
         buffer = torch.empty(self.num_bytes(header.rows), dtype=torch.uint8, device=device)
-        self._clear_header(buffer)
         self._clear_padding(buffer)
         for view, tensor in zip(self.views(buffer), tensors, strict=True):
             if isinstance(tensor, Tensor):
                 view[1:].copy_(tensor)
             else:
                 tensor.put(view[1:])
+        self._stamp(buffer, header, check)
+        return buffer
+
+    def gather(
+        self, headers: Sequence[Header], values: Sequence[Tensor], index_N: Tensor, *, device: torch.device, check: bool = False
+    ) -> list[Tensor]:
+        """The messages of all ``headers`` in one piece of memory, one pass per field whatever their number.
+
+        Args:
+            values: per field, [T, columns].
+            index_N: the row of ``values`` in every record, message by message, with any row in a header's place.
+            check: see :meth:`pack`.
+        """
+        sizes = [self.num_bytes(h.rows) for h in headers]
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        self._clear_padding(buffer)
+        for view, value in zip(self.views(buffer), values, strict=True):
+            if value.dtype == view.dtype:
+                torch.index_select(value, 0, index_N, out=view)
+            else:
+                view.copy_(value[index_N])
+        messages = list(torch.split(buffer, sizes)) if sizes else []
+        for message, header in zip(messages, headers, strict=True):
+            self._stamp(message, header, check)
+        return messages
+
+    def _stamp(self, buffer: Tensor, header: Header, check: bool) -> None:
+        self._clear_header(buffer)
         value = int(checksum(buffer[self.stride :])) if check else 0
         write_words(buffer, 0, header.words(value))
-        return buffer
 
     def _clear_padding(self, buffer: Tensor) -> None:
         """What stands between fields is sent, too: not what was in this memory before."""

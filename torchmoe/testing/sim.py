@@ -293,12 +293,15 @@ class SimTransport:
         self.rank, self.world_size = rank, hub.world
         self._hub, self._number, self._record = hub, number, record
         self._groups = {c.name: c for c in communicators if rank in c.ranks}
+        self._closed = False
         self._log: list[Message] = []
 
     def __repr__(self) -> str:
         return f"SimTransport(rank={self.rank} of {self.world_size}, {', '.join(self._groups)})"
 
     def post(self, communicator: str, ops: Sequence[P2P], what: str) -> Work:
+        if self._closed:
+            raise ConfigError(f"{what}: the transport of rank {self.rank} was closed; create another for more messages")
         group = self._groups.get(communicator)
         if group is None:
             raise ConfigError(
@@ -314,4 +317,5 @@ class SimTransport:
         return list(self._log)
 
     def close(self) -> None:
+        self._closed = True
         self._groups = {}
