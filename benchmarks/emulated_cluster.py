@@ -18,14 +18,16 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.emulated_cluster_model import WORLD, Calibration, Scheme, schemes
+from benchmarks.emulated_cluster_model import LAYERS, WORLD, Calibration, Scheme, dry_schemes, host_of, schemes
 from benchmarks.emulated_cluster_net import Cluster, Loopback, missing
-from benchmarks.emulated_cluster_ranks import Measured, measure_links, run_schemes
-from torchmoe.pipeline.network import Links
+from benchmarks.emulated_cluster_ranks import Measured, measure_links, measure_units, run_schemes
+from torchmoe.pipeline.network import Host, Links
+from torchmoe.pipeline.svg import stack_svg
 from torchmoe.pipeline.verify import verify
 
 GOALS = {4.0: 1.5, 16.0: 1.4}
@@ -81,13 +83,19 @@ def print_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def measure(
-    cluster: Cluster | Loopback, cal: Calibration, rate: float, links: Links, args: argparse.Namespace, out: dict[str, Any]
+    cluster: Cluster | Loopback,
+    cal: Calibration,
+    rate: float,
+    links: Links,
+    hosts: Mapping[str, Host],
+    args: argparse.Namespace,
+    out: dict[str, Any],
 ) -> None:
     """All schemes of one calibration; adds to ``out``."""
-    chosen = schemes(cal, rate, full=args.full)
+    chosen = schemes(cal, rate, links, hosts, full=args.full)
     for s in chosen:
         verify(s.schedule, s.wiring)
-    predictions = {s.name: s.simulate(links) for s in chosen}
+    predictions = {s.name: s.simulate(links, host=host_of(s, hosts)) for s in chosen}
     key = f"{cal.length:g}K {cal.reading}"
     out["predictions"][key] = {name: p.makespan for name, p in predictions.items()}
     if args.json:
@@ -104,6 +112,12 @@ def measure(
     print_table(f"{key}, 8 ranks, 8 layers, 32 rank-micro-batches; CPU used by others {100 * others:.0f} %", rows)
     ahead(rows)
     out["results"][key] = {"rows": rows, "others": others}
+    if args.picture:
+        measured = {
+            f"{r['scheme']}, {r['gain']:.2f}x": {"measured": [e for m in runs[r["scheme"]][0] for e in m.events]} for r in rows
+        }
+        picture = stack_svg(measured, num_units=2 * LAYERS + 1, title=f"{key}: one rank of every group")
+        Path(args.picture).write_text(picture)
     if args.trace:
         folder = Path(args.trace)
         folder.mkdir(parents=True, exist_ok=True)
@@ -159,15 +173,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--readings", nargs="+", choices=["step", "fwd"], default=["step"])
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--unit", type=float, default=1.25, help="ms that 1 %% of a colocated layer's forward takes")
-    parser.add_argument("--quick", action="store_true", help="4K, step reading, one repetition")
+    parser.add_argument("--quick", action="store_true", help="4K, step reading, one repetition, --unit 1")
     parser.add_argument("--full", action="store_true", help="also the weaker baselines and variants")
     parser.add_argument("--loopback", action="store_true", help="no namespaces: links shaped in the process, approximate")
     parser.add_argument("--realtime", action="store_true", help="real-time priority for the ranks, against other jobs")
     parser.add_argument("--json", help="results and predictions")
+    parser.add_argument("--picture", metavar="FILE.svg", help="the measured schemes of the last length on one time axis")
     parser.add_argument("--trace", help="folder for one timeline per scheme")
     args = parser.parse_args(argv)
     if args.quick:
-        args.lengths, args.readings, args.repetitions = [4.0], ["step"], 1
+        args.lengths, args.readings, args.repetitions, args.unit = [4.0], ["step"], 1, 1.0
     reason = None if args.loopback else missing()
     if reason is not None:
         print(f"not measured: {reason}")
@@ -178,19 +193,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     rate = RATE / args.unit
-    out: dict[str, Any] = {"unit": args.unit, "predictions": {}, "results": {}, "argv": list(argv or sys.argv[1:])}
+    out: dict[str, Any] = {
+        "unit": args.unit,
+        "predictions": {},
+        "results": {},
+        "lengths": args.lengths,
+        "readings": args.readings,
+    }
     start = time.monotonic()
     with (Loopback if args.loopback else Cluster)(WORLD, rate) as cluster:
-        bandwidth, latency, cost = measure_links(cluster)
-        out["links"] = {"nominal": rate, "bandwidth": bandwidth, "latency": latency, "send": cost}
+        links, host = measure_links(cluster)
+        out["links"] = {"nominal": rate, "bandwidth": links.bandwidth, "latency": links.latency, "burst": links.burst}
+        hosts = measure_units(cluster, dry_schemes(rate), host)
+        out["hosts"] = {family: asdict(h) for family, h in hosts.items()}
         print(
-            f"links: {bandwidth * 8e-6:.1f} of {rate * 8e-6:.1f} Mbit/s, latency {1e3 * latency:.2f} ms; "
-            f"issuing a message costs {1e3 * cost:.2f} ms"
+            f"links: {links.bandwidth * 8e-6:.1f} of {rate * 8e-6:.1f} Mbit/s, latency {1e3 * links.latency:.2f} ms, "
+            f"{links.burst / 1e3:.0f} kB free after a pause"
         )
-        links = Links(bandwidth=bandwidth, latency=latency)
+        units = ", ".join(f"{1e6 * h.unit:.0f} us ({family})" for family, h in hosts.items())
+        print(f"host: {host.cores} cores; one end of a message {1e6 * host.message:.0f} us, issuing a unit {units}")
         for reading in args.readings:
             for length in args.lengths:
-                measure(cluster, Calibration(length, reading, args.unit), rate, links, args, out)
+                measure(cluster, Calibration(length, reading, args.unit), rate, links, hosts, args, out)
     good, text = verdict(out, args.loopback)
     out["verdict"], out["seconds"] = text, time.monotonic() - start
     if args.json:

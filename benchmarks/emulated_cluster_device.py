@@ -14,7 +14,10 @@ from torchmoe.comm.transport import P2P, Message, Work
 from torchmoe.pipeline.trace import Event
 from torchmoe.placement import Communicator
 
-__all__ = ["Device", "Paced", "StreamTransport"]
+__all__ = ["TIMEOUT", "Device", "Paced", "StreamTransport"]
+
+TIMEOUT = 120.0
+"""Seconds after which a wait for one message gives up."""
 
 
 class Device:
@@ -35,6 +38,12 @@ class Device:
     def then(self, call: Callable[[], None]) -> None:
         """Call when everything queued so far has ended."""
         self._queue.put(call)
+
+    def drain(self) -> None:
+        """Wait until everything queued so far has ended."""
+        ended = threading.Event()
+        self.then(ended.set)
+        ended.wait()
 
     def close(self) -> None:
         self._queue.put(None)
@@ -58,22 +67,43 @@ class Device:
 
 
 class _Later:
-    """A send that starts when the device gets there."""
+    """A send that starts when the device gets there. It is done once somebody has waited for it."""
 
     def __init__(self) -> None:
         self.inner: Work | None = None
         self.error: BaseException | None = None
         self.posted = threading.Event()
+        self.ended = False
+        self._lock = threading.Lock()
 
     def done(self) -> bool:
-        return self.error is not None or (self.inner is not None and self.inner.done())
+        return self.error is not None or self.ended
 
     def wait(self, timeout: float) -> None:
         self.posted.wait(timeout)
         if self.error is not None:
             raise self.error
-        assert self.inner is not None
-        self.inner.wait(timeout)
+        with self._lock:  # the finisher and the issuing thread may both wait
+            if not self.ended:
+                assert self.inner is not None
+                self.inner.wait(timeout)
+                self.ended = True
+
+
+class _Finisher(threading.Thread):
+    """Waits for sends in their order: one thread for all, since the ranks share few cores."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.queue: queue.SimpleQueue[_Later | None] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while (later := self.queue.get()) is not None:
+            try:
+                later.wait(TIMEOUT)
+            except BaseException as e:
+                later.error = e
 
 
 class StreamTransport:
@@ -81,9 +111,11 @@ class StreamTransport:
 
     def __init__(self, cluster: Cluster | Loopback, names: Sequence[Communicator], device: Device) -> None:
         self.device = device
-        self.fabric: Any = C10dTransport.create([c for c in names if not c.host])
+        self._finisher = _Finisher()
+        # the issuing thread waits for receives itself
+        self.fabric: Any = C10dTransport.create([c for c in names if not c.host], threads=False, heartbeat=False)
         cluster.use("host")
-        self.host: Any = C10dTransport.create([c for c in names if c.host])
+        self.host: Any = C10dTransport.create([c for c in names if c.host], threads=False, heartbeat=False)
         cluster.use("fabric")
         if isinstance(cluster, Loopback):
             self.fabric = Paced(self.fabric, cluster.rate)
@@ -104,12 +136,15 @@ class StreamTransport:
             later.posted.set()
 
         self.device.then(start)
+        self._finisher.queue.put(later)
         return later
 
     def log(self) -> list[Message]:
         return [*self.fabric.log(), *self.host.log()]
 
     def close(self) -> None:
+        self._finisher.queue.put(None)
+        self._finisher.join()
         self.fabric.close()
         self.host.close()
 

@@ -9,13 +9,15 @@ Every length is scaled so that a colocated layer's forward takes as long as at t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from torchmoe.pipeline.compare import Scheme, UnitCosts, Work, af_scheme, colocated_scheme
-from torchmoe.pipeline.network import Links
+from torchmoe.pipeline.compare import Scheme, UnitCosts, Work, af_scheme, best, colocated_scheme
+from torchmoe.pipeline.network import Host, Links
 
-__all__ = ["Calibration", "Scheme", "schemes", "work_of"]
+__all__ = ["Calibration", "Scheme", "dry_schemes", "host_of", "schemes", "work_of"]
 
 WORLD, LAYERS, ROUNDS = 8, 8, 4
 """Ranks, MoE layers, and micro-batches of every rank: 32 rank-micro-batches ("units") in all."""
@@ -23,6 +25,8 @@ TOP_K = 8
 """Copies of a token in an all-to-all; a hand-over between pipeline stages carries one."""
 TOKENS = 48
 """Rows of an attention rank's micro-batch; divides by 2, 3 and 4 expert ranks. Their width makes the bytes."""
+CUTS = (1, 2)
+"""Parts that a micro-batch may be cut into. Eight ranks on a few cores carry no more messages than that."""
 
 Reading = Literal["step", "fwd"]
 
@@ -74,25 +78,56 @@ def work_of(cal: Calibration, rate: float, links: Links | None = None) -> Work:
     return Work(costs=costs, ranks=WORLD, layers=LAYERS, rounds=ROUNDS, links=links or Links(bandwidth=rate))
 
 
-def schemes(cal: Calibration, rate: float, *, full: bool = False) -> list[Scheme]:
-    """All schemes at one calibration, the reference first; ``full`` adds weaker baselines and variants."""
-    w = work_of(cal, rate)
+def dry_schemes(rate: float) -> list[Scheme]:
+    """One scheme of each kind of rank, for :func:`.emulated_cluster_ranks.measure_units`."""
+    w = work_of(Calibration(4.0, "step"), rate)
+    return [af_scheme(w, p=1, attention=4, cycle=4), colocated_scheme(w)]
+
+
+def host_of(scheme: Scheme, hosts: Mapping[str, Host]) -> Host | None:
+    """What the host pays for a scheme: the A/F exchange does more per unit than plain all-to-alls."""
+    return hosts.get(scheme.family, hosts.get("blocking"))
+
+
+def schemes(cal: Calibration, rate: float, links: Links, hosts: Mapping[str, Host], *, full: bool = False) -> list[Scheme]:
+    """All schemes at one calibration, the reference first; those of a family are tuned by simulation.
+
+    Default: interleaved 1F1B, expert parallelism without pipeline, the best chunked and the best DualPipe-like form, then AF-Pipe
+    as in the paper (p = 2 even, p = 1 with the best split) and the best AF-Pipe. ``full`` adds weaker baselines, and what each
+    of AF-Pipe's options brings alone.
+    """
+    w, host = work_of(cal, rate, links), partial(host_of, hosts=hosts)
+    splits = (WORLD // 2, WORLD // 2 + 1)
+    plain = best((af_scheme(w, p=1, attention=m, cycle=4) for m in splits), links, host)
+    assert plain.placement is not None
+    m = plain.placement.attention[0]
+    tuned = [
+        af_scheme(w, p=1, attention=m, cycle=cycle, cut=cut, weights_held=held)
+        for cut in CUTS
+        for cycle in (3, 4, 5)
+        for held in (0, 4)
+    ]
     out = [
         colocated_scheme(w, groups=2, chunks=4),
-        colocated_scheme(w, parts=4),
-        colocated_scheme(w, overlap=True, split_weights=True),
+        colocated_scheme(w),
+        best((colocated_scheme(w, parts=k) for k in (2, 4)), links, host),
+        best((colocated_scheme(w, overlap=True, split_weights=s) for s in (False, True)), links, host),
         af_scheme(w, p=2, attention=2, cycle=8),
-        af_scheme(w, p=1, attention=4, cycle=4),
-        af_scheme(w, p=1, attention=5, cycle=4),
+        plain,
+        best(tuned, links, host),
     ]
     if full:
         out += [
-            colocated_scheme(w),
             colocated_scheme(w, groups=2, chunks=4, parts=4),
+            colocated_scheme(w, parts=8),
             colocated_scheme(w, overlap=True),
-            af_scheme(w, p=1, attention=4, cycle=2),
-            af_scheme(w, p=1, attention=4, cycle=4, weights_held=4),
-            af_scheme(w, p=1, attention=4, cycle=4, parts=2),
-            af_scheme(w, p=1, attention=4, cycle=4, fixed_sizes=False),
+            colocated_scheme(w, overlap=True, split_weights=True, cut=2),
+            af_scheme(w, p=2, attention=2, cycle=8, cut=2),
+            af_scheme(w, p=1, attention=m, cycle=2),
+            af_scheme(w, p=1, attention=m, cycle=4, weights_held=4),
+            af_scheme(w, p=1, attention=m, cycle=4, cut=2),
+            af_scheme(w, p=1, attention=m, cycle=3, cut=2),
+            af_scheme(w, p=1, attention=m, cycle=4, fixed_sizes=False),
+            af_scheme(w, p=1, attention=WORLD + 1 - m, cycle=4),
         ]
-    return out
+    return list({s.name: s for s in out}.values())

@@ -9,7 +9,7 @@ from benchmarks import netns
 
 __all__ = ["Cluster", "Loopback", "missing"]
 
-BURST_KB = 24  # free credit after each pause: small against a transfer
+BURST_KB = 10  # free credit after each pause: small against a transfer, more than a packet
 WINDOW = 150_000  # bytes a connection may have under way: more only makes control messages queue behind bulk data
 TCP = netns.Tcp(
     (
@@ -39,7 +39,7 @@ class Cluster(netns.Network):
 
     def __init__(self, num_hosts: int, rate: float) -> None:
         self.num_hosts, self.rate = num_hosts, rate
-        super().__init__(num_hosts, netns.Link(rate * 8e-6, burst_kb=BURST_KB, small_first=False), tcp=TCP, control=True)
+        super().__init__(num_hosts, netns.Link(rate * 8e-6, burst_kb=BURST_KB, fair=num_hosts), tcp=TCP, control=True)
 
 
 class Loopback:

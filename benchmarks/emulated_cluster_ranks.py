@@ -13,7 +13,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -22,13 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.emulated_cluster_device import Device, Paced, StreamTransport
+from benchmarks.emulated_cluster_device import TIMEOUT, Device, StreamTransport
 from benchmarks.emulated_cluster_model import LAYERS, TOKENS, WORLD, Scheme
 from benchmarks.emulated_cluster_net import Cluster, Loopback
-from torchmoe.comm.c10d import C10dTransport
 from torchmoe.comm.m2n import Key, M2NExchange, Pending
 from torchmoe.comm.transport import P2P
+from torchmoe.errors import ScheduleError
 from torchmoe.pipeline.action import Action, Op
+from torchmoe.pipeline.network import Host, Links
 from torchmoe.pipeline.runtime.engine import Engine
 from torchmoe.pipeline.runtime.recorder import Recorder
 from torchmoe.pipeline.runtime.ride import RideExperts
@@ -38,9 +39,7 @@ from torchmoe.pipeline.trace import Event
 from torchmoe.placement import Communicator, Deadlines, Placement
 from torchmoe.router import Routing
 
-__all__ = ["Measured", "measure_links", "run_schemes"]
-
-TIMEOUT = 120.0
+__all__ = ["Measured", "measure_links", "measure_units", "run_schemes"]
 
 
 # ---- A/F ranks: the real runner over stages that take time
@@ -180,7 +179,9 @@ class ColocatedRole:
         return Key(self.scheme.wiring.end(action).layer, action.microbatch or 0)
 
     def shard(self, action: Action) -> None:
-        raise NotImplementedError(str(action))
+        raise ScheduleError(
+            f"{action}: emulated ranks have no parameters to gather or reduce; leave UNSHARD, RESHARD and REDUCE_GRAD out"
+        )
 
     def compute(self, action: Action, key: Key) -> None:
         self.device.work(self.scheme.costs.seconds(action), str(action))
@@ -285,6 +286,7 @@ def _rank_main(rank: int, cluster: Cluster | Loopback, items: Sequence[Scheme], 
             cpu = time.process_time()
             start = _together()
             events = step()
+            device.drain()
             shifted = [e._replace(start=e.start - start, end=e.end - start) for e in (*device.events, *events)]
             busy = sum(e.end - e.start for e in device.events)
             out.setdefault(scheme.name, []).append(Measured(device.last_end - start, busy, time.process_time() - cpu, shifted))
@@ -319,34 +321,73 @@ def _together() -> float:
 
 
 # ---- links
-def measure_links(cluster: Cluster | Loopback) -> tuple[float, float, float]:
-    """(payload bytes per second, seconds of latency, seconds an issued send costs) of the links, fitted to a ring of messages."""
+def measure_units(cluster: Cluster | Loopback, items: Sequence[Scheme], host: Host) -> dict[str, Host]:
+    """Host costs by family: dry steps of one scheme each, whose computations take no time and whose messages are small."""
+    dry = [s.dry() for s in items]
+    out = {}
+    for scheme, runs in run_schemes(cluster, dry, 2).items():
+        s = next(x for x in dry if x.name == scheme)
+        units = ends = 0.0
+        for g, acts in s.schedule.lists.items():
+            units += s.wiring.size(g) * sum(
+                len(a.parts) for a in acts if (a.is_compute or a.sub) and a.op is not Op.BACKWARD_WEIGHT
+            )
+            posts = (a for a in acts if a.op in (Op.SEND_F, Op.SEND_B, Op.WAIT_F, Op.WAIT_B))
+            ends += sum(s.wiring.pairs(s.wiring.end(a), g) for a in posts)
+        cpu = sum(m.cpu for m in runs[-1])
+        out[s.family] = replace(host, unit=max(0.0, cpu - ends * host.message) / units)
+    return out
+
+
+def measure_links(cluster: Cluster | Loopback) -> tuple[Links, Host]:
+    """The links' payload bandwidth, latency and bucket, and what messages cost the host, fitted to messages around a ring.
+
+    Bandwidth from a train of messages after its first (which has the bucket's credit), latency from a message too small to
+    notice the rate, the bucket from what one message after a pause takes less than both say. The host's cost per message is
+    the CPU time of a train of small ones.
+    """
     results = _spawn(cluster, _ring)
-    sizes = sorted(results[0][0])
-    times = {n: max(r[0][n] for r in results) for n in sizes}
-    a, b = sizes[0], sizes[-1]
-    bandwidth = (b - a) / (times[b] - times[a])
-    return bandwidth, max(0.0, times[a] - a / bandwidth), max(r[1] for r in results)
+    train, small, single, cpu = (_median([r[i] for r in results]) for i in range(4))
+    bandwidth = (_TRAIN - 1) * _LARGE / train
+    links = Links(bandwidth=bandwidth, latency=small, burst=max(0.0, _LARGE - (single - small) * bandwidth))
+    return links, Host(message=cpu / 2, cores=os.cpu_count() or 1)
 
 
-def _ring(rank: int, cluster: Cluster | Loopback) -> tuple[dict[int, float], float]:
-    wire: Any = C10dTransport.create([Communicator("ring", tuple(range(WORLD)), False)])
-    if isinstance(cluster, Loopback):
-        wire = Paced(wire, cluster.rate)
-    times: dict[int, list[float]] = {}
-    cost: list[float] = []
-    for n in (60_000, 600_000):
-        for k in range(6):
-            recv = wire.post("ring", [P2P("recv", (rank - 1) % WORLD, torch.empty(n, dtype=torch.uint8))], "ring")
-            start = _together()
-            send = wire.post("ring", [P2P("send", (rank + 1) % WORLD, torch.empty(n, dtype=torch.uint8))], "ring")
-            cost.append(time.monotonic() - start)
-            recv.wait(TIMEOUT)
-            if k:  # the first one opens the connection's window
-                times.setdefault(n, []).append(time.monotonic() - start)
-            send.wait(TIMEOUT)
+_LARGE, _SMALL, _TRAIN, _MANY = 200_000, 256, 6, 60
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _ring(rank: int, cluster: Cluster | Loopback) -> tuple[float, ...]:
+    """Medians: seconds of a train from its first arrival on, of a small message, of a large one after a pause; CPU seconds of
+    sending and receiving a small one."""
+    device = Device(rank, "")
+    wire = StreamTransport(cluster, [Communicator("ring", tuple(range(WORLD)), False)], device)
+
+    def send(size: int, count: int) -> tuple[list[float], float]:
+        """Seconds after the common start at which each message is here, and CPU seconds per message."""
+        ends = []
+        buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(count)]
+        receives = [wire.post("ring", [P2P("recv", (rank - 1) % WORLD, b)], "ring") for b in buffers]
+        start, cpu = _together(), time.process_time()
+        sends = [wire.post("ring", [P2P("send", (rank + 1) % WORLD, torch.empty_like(b))], "ring") for b in buffers]
+        for work in receives:
+            work.wait(TIMEOUT)
+            ends.append(time.monotonic() - start)
+        for work in sends:
+            work.wait(TIMEOUT)
+        return ends, (time.process_time() - cpu) / count
+
+    send(_LARGE, 2)  # opens the connections' windows
+    trains = [send(_LARGE, _TRAIN) for _ in range(3)]
+    smalls = [send(_SMALL, 1)[0][0] for _ in range(5)]
+    singles = [send(_LARGE, 1)[0][0] for _ in range(5)]
+    cpu = _median([send(_SMALL, _MANY)[1] for _ in range(3)])
+    device.close()
     wire.close()
-    return {n: sorted(t)[len(t) // 2] for n, t in times.items()}, sorted(cost)[len(cost) // 2]
+    return _median([t[-1] - t[0] for t, _ in trains]), _median(smalls), _median(singles), cpu
 
 
 # ---- processes
@@ -371,8 +412,8 @@ def _spawn(cluster: Cluster | Loopback, fn: Callable[..., Any], *args: Any) -> l
                 results.append(RuntimeError(f"process {pid} died"))
         os.waitpid(pid, 0)
     errors = [r for r in results if isinstance(r, Exception)]
-    if errors:
-        raise errors[0]
+    if errors:  # the one that the others only noticed
+        raise next((e for e in errors if "closed by peer" not in str(e)), errors[0])
     return results
 
 

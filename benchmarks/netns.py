@@ -33,33 +33,54 @@ class Link:
         mbit: rate in Mbit/s.
         packet_bytes: least bytes that a packet counts for; 0 for its own size.
         burst_kb: size of the bucket.
-        small_first: packets below 2 KiB (acknowledgements, gloo's ready frames) overtake: in one queue they would wait behind
-            another lane's bulk data, which no network card with queue pairs does. False: one plain token bucket.
+        small_first: packets below so many bytes, a power of two, overtake (acknowledgements, gloo's ready frames): in one queue
+            they would wait behind another lane's bulk data, which no network card with queue pairs does. The last packet of a
+            message must not be among them: TCP takes the packets that it overtakes for lost. 0: one plain token bucket.
+        fair: with so many nodes, a queue for every other node instead, served in turn: no packet overtakes one of its own
+            connection, and nobody's messages wait for all of another's.
     """
 
     mbit: float
     packet_bytes: int = 0
     burst_kb: int = 16
-    small_first: bool = True
+    small_first: int = 2048
+    fair: int = 0
 
-    def shape(self, device: str) -> str:
-        """Commands that shape what leaves ``device``."""
+    def shape(self, device: str, other: str = "dst") -> str:
+        """Commands that shape what leaves ``device``; the other node is the ``dst`` or ``src`` of its packets."""
         kbit = round(self.mbit * 1000)
+        if self.fair:
+            return self._fair(device, other, kbit)
         if not self.small_first:
             return f"tc qdisc replace dev {device} root tbf rate {kbit}kbit burst {self.burst_kb}kb latency {QUEUE_MS}ms"
         size = f"burst {self.burst_kb}kb cburst {self.burst_kb}kb quantum 9000" + (
             f" mpu {self.packet_bytes}" if self.packet_bytes else ""
         )
         add = f"tc class add dev {device}"
+        small = f"0x{0x10000 - self.small_first:04x}"  # the length field without these bits is 0
         return " && ".join(
             [
                 f"tc qdisc replace dev {device} root handle 1: htb default 20",
                 f"{add} parent 1: classid 1:1 htb rate {kbit}kbit {size}",
                 f"{add} parent 1:1 classid 1:10 htb rate {kbit // 2}kbit ceil {kbit}kbit prio 0 {size}",
                 f"{add} parent 1:1 classid 1:20 htb rate {kbit // 2}kbit ceil {kbit}kbit prio 1 {size}",
-                f"tc filter add dev {device} parent 1: protocol ip prio 1 u32 match u16 0x0000 0xf800 at 2 flowid 1:10",
+                f"tc filter add dev {device} parent 1: protocol ip prio 1 u32 match u16 0x0000 {small} at 2 flowid 1:10",
             ]
         )
+
+    def _fair(self, device: str, other: str, kbit: int) -> str:
+        size = f"burst {self.burst_kb}kb cburst {self.burst_kb}kb quantum 9000"
+        add = f"tc class add dev {device}"
+        commands = [
+            f"tc qdisc replace dev {device} root handle 1: htb default 10",
+            f"{add} parent 1: classid 1:1 htb rate {kbit}kbit {size}",
+        ]
+        for n in range(self.fair):
+            # next to no rate of its own: all borrow from the link, whose bucket is the only one that fills in a pause
+            commands.append(f"{add} parent 1:1 classid 1:{10 + n} htb rate 8kbit ceil {kbit}kbit {size}")
+            match = f"match ip {other} 10.78.0.{n + 1}/32 flowid 1:{10 + n}"
+            commands.append(f"tc filter add dev {device} parent 1: protocol ip prio 1 u32 {match}")
+        return " && ".join(commands)
 
     def __str__(self) -> str:
         cost = f", {self.packet_bytes * 8 / self.mbit / 1000:.2f} ms a packet" if self.packet_bytes else ""
@@ -136,7 +157,7 @@ class Network:
                 if self.tcp.route:
                     _sh(f"ip -n {ns} route change 10.78.0.0/24 dev eth0 {self.tcp.route}")
                 _sh(f"ip netns exec {ns} sh -c '{self.link.shape('eth0')}'")
-                _sh(self.link.shape(veth))
+                _sh(self.link.shape(veth, "src"))
                 if self.control:
                     self._join(i, "c", "eth1", f"10.79.0.{i + 1}/24")
         except BaseException:

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from tests.comm.toy import Toy, gathered, random_toy, reference, run_rank
+from torchmoe.comm.m2n import Key, M2NExchange
+from torchmoe.comm.transport import P2P
+from torchmoe.placement import Placement
 from torchmoe.testing import assert_close_rel, run_ranks
 
 
@@ -129,3 +132,38 @@ def test_everything_dropped_and_no_tokens_at_all() -> None:
 def test_a_rank_without_experts_and_all_tokens_on_one_expert() -> None:
     ids = tuple(((0, 3),) * n for n in (2, 4, 1))
     check(Toy((3,), (3,), (ids,), 4, owners=((0, 2, 2, 0),)))
+
+
+class Wire:
+    """Notes the receivers of every post, in order."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.peers: list[list[int]] = []
+
+    def post(self, communicator: str, ops: list[P2P], what: str) -> Wire:
+        self.peers.append([op.peer for op in ops])
+        return self
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout: float) -> None:
+        return None
+
+
+@pytest.mark.parametrize("ffn", [2, 3, 4])
+def test_the_ranks_of_a_group_begin_with_different_receivers(ffn):
+    """All with the first one would take 1.75 times as long on links that serve messages in turn (4 to 4)."""
+    pl = Placement(attention=[3], ffn=[ffn], num_layers=1, num_experts=ffn)
+    ids_TK = torch.arange(ffn)[:, None]
+    orders = []
+    for rank in range(3):
+        wire = Wire(rank, pl.world_size)
+        exchange = M2NExchange(pl, wire, dim=4, top_k=1)
+        route, key = exchange.route(0, ids_TK), Key(0, 0)
+        exchange.send_dispatch(key, route, torch.zeros(ffn, 4), torch.ones(ffn, 1), ids_TK).wait()
+        exchange.send_d_combine(key, route, torch.zeros(ffn, 4)).wait()
+        orders += wire.peers
+        assert wire.peers[0] == wire.peers[1] and sorted(wire.peers[0]) == list(range(3, 3 + ffn))
+    assert len({order[0] for order in orders}) == min(3, ffn)

@@ -1,6 +1,7 @@
 """AF-Pipe orders: complete, in causal order, bounded as promised, and refused where the promise cannot hold."""
 
 import itertools
+import math
 
 import pytest
 from hypothesis import given, settings
@@ -143,6 +144,26 @@ def test_delayed_weight_gradients_stay_behind_their_input_gradient_and_only_expe
     assert run_in_causal_order(schedule, placement.num_layers) == sum(map(len, schedule.lists.values()))
 
 
+def test_an_order_chosen_for_the_real_times_is_faster_than_one_for_equal_units():
+    """Attention 1.5 times as long as the experts, transfers longer than both: the calibration at 4K, cut in two."""
+    placement, head = Placement(attention=[4], ffn=[4], num_layers=8, num_experts=4), 16
+
+    def seconds(s: int) -> float:
+        return 0.0 if s == head else 8.0 if s % 2 else 11.8
+
+    c = Costs(
+        **dict.fromkeys(("forward", "input_grad", "weight_grad"), seconds),
+        message=dict.fromkeys(("dispatch", "combine", "d_combine", "d_dispatch"), 4 * 16.4),
+    )
+    ends = [
+        simulate(
+            afpipe(placement, 16, cycle=3, weights_held=4, **pace), c, placement, links=Links(bandwidth=1.0), issue="ahead"
+        ).makespan
+        for pace in ({}, {"seconds": (11.8, 8.0), "transfer": 16.4})
+    ]
+    assert ends[1] < 0.99 * ends[0], ends
+
+
 def test_cycles_are_equal_up_to_one_and_none_is_short():
     for n in range(1, 60):
         for g in range(2, 20):
@@ -162,6 +183,8 @@ def test_forward_only_has_every_forward_and_nothing_else():
         ({"cycle": 3}, "cycle=3.*2p = 4.*use 4 or more"),
         ({"max_live": 3}, "max_live=3.*needs"),
         ({"weights_held": -1}, "weights_held=-1"),
+        ({"transfer": -1.0}, "transfer=-1.0"),
+        ({"seconds": (1.0, math.inf)}, r"seconds\[1\]=inf"),
     ],
 )
 def test_bad_parameters_are_refused_with_value_rule_and_remedy(kwargs, text):

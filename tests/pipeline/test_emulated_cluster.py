@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks import emulated_cluster, emulated_cluster_net
 from benchmarks.emulated_cluster_model import LAYERS, ROUNDS, WORLD, Calibration, schemes, work_of
+from torchmoe.errors import ScheduleError
+from torchmoe.pipeline.action import Action
 from torchmoe.pipeline.network import Links
 from torchmoe.pipeline.verify import verify
 
@@ -27,7 +29,7 @@ def test_the_calibration_is_the_published_shares_of_figure_6a():
 def test_every_scheme_is_proved_and_does_the_same_work_with_the_same_bytes(length):
     cal = Calibration(length, "step")
     unit = 3 * (cal.attention + cal.experts)
-    for s in schemes(cal, RATE, full=True):
+    for s in schemes(cal, RATE, Links(bandwidth=RATE), {}, full=True):
         verify(s.schedule, s.wiring)
         run = s.simulate(Links(bandwidth=RATE))
         work = sum(run.busy[g] * s.wiring.size(g) for g in s.wiring.groups)
@@ -42,13 +44,22 @@ def test_rows_of_the_real_exchange_have_the_modelled_bytes():
     from benchmarks.emulated_cluster_ranks import row_width
 
     cal = Calibration(4, "step")
-    for s in schemes(cal, RATE):
+    for s in schemes(cal, RATE, Links(bandwidth=RATE), {}):
         if s.placement is not None:
             m, n = s.placement.attention[0], s.placement.ffn[0]
             record = -(-(4 * row_width(s) + 8) // 16) * 16  # fp32 row, one gate, one id, padded
             sent = m * (TOKENS + n) * record  # one header per message
             assert sent == pytest.approx(s.costs.message["dispatch"], rel=0.01)
     assert work_of(cal, RATE).ranks == WORLD
+
+
+def test_what_emulated_ranks_cannot_do_is_named():
+    from benchmarks.emulated_cluster_ranks import ColocatedRole
+
+    scheme = schemes(Calibration(4, "step"), RATE, Links(bandwidth=RATE), {})[0]
+    role = ColocatedRole(scheme, None, None, 0)  # type: ignore[arg-type]
+    with pytest.raises(ScheduleError, match=r"3UNSHARD0: emulated ranks have no parameters.*leave UNSHARD"):
+        role.shard(Action.parse("3UNSHARD0"))
 
 
 def test_missing_rights_are_said_in_one_sentence_and_do_not_fail(monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """Pictures come from events alone and show every one of them; the comparison command prints what the simulator says."""
 
+import itertools
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -11,10 +12,11 @@ from torchmoe.pipeline.cli import main
 from torchmoe.pipeline.compare import UnitCosts, Work, af_scheme, colocated_scheme, comparison
 from torchmoe.pipeline.costs import Costs
 from torchmoe.pipeline.network import Links
-from torchmoe.pipeline.pictures import compare_svg, perfetto, strip, svg
+from torchmoe.pipeline.pictures import perfetto, strip
 from torchmoe.pipeline.schedules.afpipe import afpipe
 from torchmoe.pipeline.schedules.pipeline import one_f_one_b
 from torchmoe.pipeline.simulate import simulate
+from torchmoe.pipeline.svg import compare_svg, stack_svg, svg
 from torchmoe.placement import Placement
 
 PLACEMENT = Placement(attention=[1, 1], ffn=[1, 1], num_layers=3, num_experts=4)
@@ -38,6 +40,49 @@ def test_perfetto_has_every_event_and_one_arrow_per_message():
     assert {e["pid"] for e in json.loads(perfetto(es, node=lambda r: r // 2))["traceEvents"]} == {0, 1}
 
 
+def check_trace(text: str) -> list[dict]:
+    """The rules of the trace event format that viewers rely on."""
+    trace = json.loads(text, parse_constant=lambda x: pytest.fail(f"{x} is not JSON"))
+    assert set(trace) <= {"traceEvents", "displayTimeUnit"} and trace["displayTimeUnit"] in ("ms", "ns")
+    slices: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    names: dict[str, set[object]] = {"process_name": set(), "thread_name": set()}
+    flows: dict[int, dict[str, dict]] = {}
+    for e in trace["traceEvents"]:
+        assert isinstance(e["pid"], int) and isinstance(e["tid"], int) and isinstance(e["name"], str)
+        if e["ph"] == "M":
+            assert isinstance(e["args"]["name"], str)
+            key = e["pid"] if e["name"] == "process_name" else (e["pid"], e["tid"])
+            assert key not in names[e["name"]]  # named once
+            names[e["name"]].add(key)
+        elif e["ph"] == "X":
+            assert e["ts"] >= 0 and e["dur"] >= 0 and isinstance(e["cat"], str)
+            slices.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
+        else:
+            assert e["ph"] in ("s", "f") and (e["ph"] == "s" or e["bp"] == "e")
+            assert e["ph"] not in flows.setdefault(e["id"], {})
+            flows[e["id"]][e["ph"]] = e
+    assert set(slices) == names["thread_name"] and {pid for pid, _ in slices} == names["process_name"]
+    for spans in slices.values():  # slices of a thread lie side by side
+        spans.sort()
+        assert all(a[1] <= b[0] * (1 + 1e-12) + 1e-6 for a, b in itertools.pairwise(spans))
+    for pair in flows.values():  # both ends, in order, each inside a slice of its thread
+        assert set(pair) == {"s", "f"} and pair["s"]["ts"] <= pair["f"]["ts"]
+        assert all(pair["s"][k] == pair["f"][k] for k in ("name", "cat"))
+        for e in pair.values():
+            assert any(a - 1e-6 <= e["ts"] <= b + 1e-6 for a, b in slices[e["pid"], e["tid"]])
+    return trace["traceEvents"]
+
+
+def test_perfetto_obeys_the_trace_event_format():
+    es = events()
+    trace = check_trace(perfetto(es))
+    assert sum(e["ph"] == "X" for e in trace) == len(es)
+    check_trace(perfetto(es, node=lambda r: r // 2))
+    late = [e._replace(start=e.start - 0.3) if e.kind in ("send", "recv", "wait") and e.start >= 0.3 else e for e in es]
+    trace = check_trace(perfetto(late))  # messages and waits that overlap, as in measured runs
+    assert any(e["ph"] == "M" and e["args"]["name"].endswith(" 2") for e in trace)
+
+
 def test_a_measured_run_without_peers_gets_arrows_by_layer_and_micro_batch():
     es = [e._replace(peer=None, action=e.action.replace("SEND", "WAIT") if e.kind == "recv" else e.action) for e in events()]
     renamed = []
@@ -57,16 +102,37 @@ def test_a_measured_run_without_peers_gets_arrows_by_layer_and_micro_batch():
     assert sum(e["ph"] == "s" for e in trace) == sum(e.kind == "send" for e in renamed)
 
 
-def test_svg_is_xml_with_a_bar_per_event_and_runs_lie_over_each_other():
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def texts(picture: str) -> list[str]:
+    return [t.text or "" for t in ET.fromstring(picture).iter(f"{SVG}text")]
+
+
+def test_svg_is_xml_with_a_bar_per_event_and_says_ranks_times_and_bubble():
     es = events()
-    root = ET.fromstring(svg(es, num_units=7, title="a < b & c"))
-    titles = [t.text for t in root.iter("{http://www.w3.org/2000/svg}title")]
+    picture = svg(es, num_units=7, title="a < b & c")
+    titles = [t.text or "" for t in ET.fromstring(picture).iter(f"{SVG}title")]
     assert len(titles) == len(es) and sum("compute" in t for t in titles) == sum(e.kind == "compute" for e in es)
-    both = ET.fromstring(compare_svg({"measured": es, "simulated": es}, num_units=7))
-    labels = [t.text for t in both.iter("{http://www.w3.org/2000/svg}text")]
-    assert "A0 rank 0 measured" in labels and "A0 rank 0 simulated" in labels
+    found = texts(picture)
+    end = max(e.end for e in es if e.kind == "compute")
+    busy = max(sum(e.end - e.start for e in es if e.kind == "compute" and e.rank == r) for r in range(4))
+    assert {"a < b & c", f"step {end:.4g} s, bubble {1 - busy / end:.0%}", "A0[0]", "F1[0]", "0 s", "5 s"} <= set(found)
+    assert {"attention forward", "experts backward", "head", "wait", "send", "recv"} <= set(found)  # the legend
+    assert "weight gradient" in found and "forward" not in found
     with pytest.raises(ConfigError, match="no events"):
         svg([])
+
+
+def test_runs_lie_over_each_other_and_layouts_below_each_other():
+    es = events()
+    assert {"A0[0] measured", "A0[0] simulated", "F1[0] measured"} <= set(texts(compare_svg({"measured": es, "simulated": es})))
+    plain = simulate(one_f_one_b(2, 2), Costs()).events
+    picture = stack_svg({"A/F": {"measured": es}, "1F1B": {"measured": plain}}, num_units=7)
+    found = texts(picture)
+    assert {"A/F", "1F1B", "A0[0]", "1[0]"} <= set(found) and "send" not in found
+    bars = sum((path.get("d") or "").count("M") for path in ET.fromstring(picture).iter(f"{SVG}path"))
+    assert bars == sum(e.kind == "compute" for e in [*es, *plain])
 
 
 def test_the_strip_shows_one_line_per_rank_with_its_bubbles():

@@ -11,7 +11,7 @@ from tests.pipeline.test_verify import torch_table
 from torchmoe.errors import ConfigError, ScheduleError
 from torchmoe.pipeline.action import Op, Schedule
 from torchmoe.pipeline.costs import Costs
-from torchmoe.pipeline.network import Links, fair_rates
+from torchmoe.pipeline.network import Host, Links, fair_rates
 from torchmoe.pipeline.schedules.afpipe import afpipe
 from torchmoe.pipeline.schedules.colocated import ColocatedWiring, colocated
 from torchmoe.pipeline.schedules.pipeline import gpipe, interleaved_1f1b, one_f_one_b
@@ -201,6 +201,15 @@ def test_weight_gradients_fill_bubbles_without_more_work():
     assert verify(split, placement).peak_held["F0"] <= 4
 
 
+def test_a_shaped_links_bucket_passes_at_once_what_a_pause_has_saved():
+    """Bucket 4, rate 10, messages of 10: 0.6 s from full, then 0.2 s of pause save 2, so 0.8 s."""
+    run = simulate(
+        Schedule.load("0F0,0F1\n1F0,1F1\n"), Costs(forward=0.8, message={"act": 10.0}), links=Links(bandwidth=10, burst=4)
+    )
+    assert [e.end for e in run.events if e.kind == "recv"] == pytest.approx([0.8 + 0.6, 1.6 + 0.8])
+    assert run.makespan == pytest.approx(2.4 + 0.8)
+
+
 # ---- refusals
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
 def test_costs_and_links_that_make_no_sense_are_refused_before_anything_runs(bad):
@@ -213,7 +222,7 @@ def test_costs_and_links_that_make_no_sense_are_refused_before_anything_runs(bad
         Costs(message={"dispatch": bad})
     with pytest.raises(ConfigError, match=r"forward\(0\)"):
         simulate(gpipe(1, 1), Costs(forward=lambda s: bad))
-    for name in ("latency", "handshake", "send_overhead"):
+    for name in ("latency", "handshake", "send_overhead", "burst"):
         with pytest.raises(ConfigError, match=name):
             Links(**{name: bad})
     if bad != math.inf:
@@ -235,3 +244,21 @@ def test_forward_only_schedules_simulate_too():
     placement = Placement(attention=[1, 1], ffn=[1, 1], num_layers=3, num_experts=4)
     run = simulate(afpipe(placement, 4, forward_only=True), Costs(), placement)
     assert {e.action[1] for e in run.events if e.kind == "compute"} == {Op.FORWARD.value}
+
+
+def test_messages_queue_for_the_cores_that_all_ranks_share():
+    """Each of the two messages has two ends, of 2 s."""
+    first = "0RECV_B0:grad,0F0,0SEND_F0:act,0WAIT_B0:grad,0B0\n"
+    schedule = Schedule.load(first + "1RECV_F0:act,1WAIT_F0:act,1F0,1B0,1SEND_B0:grad\n")
+    costs = Costs(message={"act": 10.0, "grad": 10.0})
+    plain = simulate(schedule, costs, issue="ahead")
+    assert plain.makespan == 1 + 1 + 2 + 2
+    busy = simulate(schedule, costs, issue="ahead", host=Host(message=2.0, cores=1))
+    assert busy.makespan == pytest.approx(6 + 4 * 2)  # four ends of 2 s, none hidden
+    assert simulate(schedule, costs, issue="ahead", host=Host(message=2.0, cores=2)).makespan == pytest.approx(6 + 4)
+    issued = simulate(schedule, costs, issue="ahead", host=Host(message=0.0, unit=0.5, cores=1))
+    assert issued.makespan == pytest.approx(6 + 4 * 0.5)
+    with pytest.raises(ConfigError, match="cores=0"):
+        Host(message=0.0, cores=0)
+    with pytest.raises(ConfigError, match="message=-1"):
+        Host(message=-1.0, cores=1)

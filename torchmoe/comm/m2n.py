@@ -21,6 +21,7 @@ from torchmoe.comm import debug as debugging
 from torchmoe.comm.messages import Messages, nothing
 from torchmoe.comm.pending import Key, Pending
 from torchmoe.comm.plan import Combine, Overflow, Plan, Sizes, handshake
+from torchmoe.comm.readback import Readback
 from torchmoe.comm.route import ReceivedRoute, Route, SequenceMap
 from torchmoe.comm.transport import P2P, Transport
 from torchmoe.comm.wire import COUNTS_HEADER, Layout, Spans, pack_counts, unpack_counts
@@ -156,7 +157,8 @@ class M2NExchange:
         first_R = kept_RK.int().argmax(1, keepdim=True)
         owner_R = self.owners(key.layer)[ids_RK.long().gather(1, first_R)[:, 0].clamp(min=0)]
         out = (owner_R == self.where.index) | ~kept_RK.any(1)
-        out[list(received.header_rows)] = False
+        for row in received.header_rows:
+            out[row] = False
         return out
 
     def dropped_rows(self) -> int:
@@ -332,7 +334,8 @@ class M2NExchange:
 
         def finish(buffer: Tensor, slices: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
             x_RD, gates_RK, ids_RK = self.layouts["dispatch"].views(buffer)
-            ids_RK[list(received.header_rows)] = -1
+            for row in received.header_rows:  # a list as index would be copied to the device, and waited for
+                ids_RK[row] = -1
             if self.combine == "slots":
                 return self._per_slot(key, received, x_RD, ids_RK, gates_RK)
             return x_RD, ids_RK, gates_RK
@@ -433,10 +436,10 @@ class M2NExchange:
         if self.plan.overflow == "drop":
             self._cut += (route.wanted_N - capacity).clamp(min=0).sum()
             return nothing
-        wanted_N = route.wanted_N
+        wanted_N = Readback(route.wanted_N)
 
         def check() -> None:
-            wanted = wanted_N.tolist()
+            wanted = wanted_N.read()
             if max(wanted) > capacity:
                 raise ExchangeError(
                     f"dispatch of layer {key.layer}, micro-batch {key.microbatch} needs {wanted} rows for the F ranks, "
@@ -446,7 +449,7 @@ class M2NExchange:
         if self.device.type == "cpu":
             check()
             return nothing
-        return check  # after the send has ended, so that reading it waits for nothing more
+        return check  # after the send has ended: the numbers are here by then
 
     def _check_rows(self, name: str, tensor: Tensor, tokens: int) -> None:
         self._check_shape(name, tensor, tokens, self.dim)

@@ -77,6 +77,7 @@ class Messages:
     ) -> None:
         self.placement, self.transport, self.layouts = placement, transport, layouts
         self._device, self._check = device, check
+        self._index = placement.where(transport.rank).index
         self._arrivals = Arrivals(deferred=deferred)
         self._names: dict[tuple[str, int], str] = {}
         self._sequence: Counter[tuple[str, int, int]] = Counter()
@@ -170,12 +171,15 @@ class Messages:
         self, kind: str, key: Key, messages: Sequence[tuple[int, Header, Tensor]], finish: Callable[[], None]
     ) -> Pending[None]:
         ops = []
-        for rank, _, buffer in messages:
+        number = messages[0][1].sequence if messages else None
+        # the ranks of a group begin with different receivers; else all fill the first one's link while others idle
+        first = self._index % max(1, len(messages))
+        for rank, _, buffer in [*messages[first:], *messages[:first]]:
             if rank == self.transport.rank:
                 self._to_self[kind, key] = buffer
             else:
                 ops.append(P2P("send", rank, buffer))
-        return self.post(kind, key, "send", ops, finish, number=messages[0][1].sequence if messages else None)
+        return self.post(kind, key, "send", ops, finish, number=number)
 
     def receive(
         self, kind: str, key: Key, sources: Sequence[tuple[int, int]], finish: Callable[[Tensor, list[Tensor]], T_co]

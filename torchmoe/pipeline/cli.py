@@ -8,7 +8,8 @@ from pathlib import Path
 
 from torchmoe.errors import ConfigError
 from torchmoe.pipeline.compare import Work, comparison
-from torchmoe.pipeline.pictures import compare_svg, perfetto, strip, svg
+from torchmoe.pipeline.pictures import perfetto, strip
+from torchmoe.pipeline.svg import stack_svg, svg
 
 __all__ = ["main", "parser", "run_simulate"]
 
@@ -69,7 +70,8 @@ def run_simulate(args: argparse.Namespace) -> int:
             name = "".join(c if c.isalnum() or c in "+-." else "_" for c in s.name)
             (args.pictures / f"{name}.svg").write_text(svg(r.events, num_units=units, title=s.name))
             (args.pictures / f"{name}.json").write_text(perfetto(r.events))
-        both = {schemes[0].name: runs[0].events, schemes[fastest].name: runs[fastest].events}
-        (args.pictures / "comparison.svg").write_text(compare_svg(both, num_units=units, title="reference and fastest"))
+        stacked = {s.name: {"simulated": r.events} for s, r in zip(schemes, runs, strict=True)}
+        title = f"{work.ranks} ranks, {work.layers} layers, simulated"
+        (args.pictures / "comparison.svg").write_text(stack_svg(stacked, num_units=units, title=title))
         print(f"pictures in {args.pictures}")
     return 0

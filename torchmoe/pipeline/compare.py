@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torchmoe.errors import ConfigError
 from torchmoe.pipeline.action import Schedule
 from torchmoe.pipeline.costs import Costs
 from torchmoe.pipeline.lower import lower
-from torchmoe.pipeline.network import Links
+from torchmoe.pipeline.network import Host, Links
 from torchmoe.pipeline.schedules.afpipe import afpipe
 from torchmoe.pipeline.schedules.colocated import ColocatedWiring, colocated
+from torchmoe.pipeline.schedules.pipeline import check_counts
 from torchmoe.pipeline.simulate import Simulation, simulate
 from torchmoe.pipeline.verify import verify
 from torchmoe.pipeline.wiring import DisaggregatedWiring, Wiring
@@ -110,8 +111,13 @@ class Scheme:
     residual: Residual | None = None
     units: float = 1.0
 
-    def simulate(self, links: Links, *, record: bool = False, issue: str = "ahead") -> Simulation:
-        return simulate(self.schedule, self.costs, self.wiring, links=links, issue=issue, record=record)  # type: ignore[arg-type]
+    def simulate(self, links: Links, *, host: Host | None = None, record: bool = False) -> Simulation:
+        return simulate(self.schedule, self.costs, self.wiring, links=links, host=host, issue="ahead", record=record)
+
+    def dry(self) -> Scheme:
+        """The same actions with computations of no time and messages of a thousandth: what remains is the host's work."""
+        small = {kind: n / 1000 for kind, n in self.costs.message.items()}
+        return replace(self, costs=replace(self.costs, forward=0.0, input_grad=0.0, weight_grad=0.0, message=small))
 
     def live(self) -> float:
         """Most live units on any rank, each the half (attention or experts) of one layer on one rank's micro-batch."""
@@ -138,25 +144,35 @@ def _stage_costs(work: Work, message: dict[str, float], attention: float, expert
 
 
 def colocated_scheme(
-    work: Work, *, groups: int = 1, chunks: int = 1, parts: int = 1, overlap: bool = False, split_weights: bool = False
+    work: Work,
+    *,
+    groups: int = 1,
+    chunks: int = 1,
+    parts: int = 1,
+    overlap: bool = False,
+    split_weights: bool = False,
+    cut: int = 1,
 ) -> Scheme:
     """Expert parallelism over ``ranks / groups`` in ``groups`` pipeline stages; see :mod:`.schedules.colocated`.
+
+    ``cut`` makes each micro-batch as many smaller ones; ``parts`` cuts the all-to-alls alone.
 
     Raises:
         ConfigError: groups that do not divide the ranks, or layers that do not divide into the chunks.
     """
     if work.ranks % groups or work.ranks == groups:
         raise ConfigError(f"groups={groups} does not leave every stage {work.ranks} / {groups} ranks, at least 2; use a divisor")
+    check_counts(cut=cut)
     ep = work.ranks // groups
     wiring = ColocatedWiring(num_layers=work.layers, ep_size=ep, num_groups=groups, num_chunks=chunks, a2a_chunks=parts)
-    message = dict.fromkeys(("dispatch", "combine", "d_combine", "d_dispatch"), work.costs.all_to_all * ep)
-    message |= dict.fromkeys(("act", "d_act"), work.costs.hand_over * ep)
-    schedule = colocated(wiring, work.rounds * groups, overlap=overlap, split_weights=split_weights)
+    message = dict.fromkeys(("dispatch", "combine", "d_combine", "d_dispatch"), work.costs.all_to_all * ep / cut)
+    message |= dict.fromkeys(("act", "d_act"), work.costs.hand_over * ep / cut)
+    schedule = colocated(wiring, work.rounds * groups * cut, overlap=overlap, split_weights=split_weights)
     name = f"EP{ep}" + (f" x PP{groups} interleaved 1F1B" if groups > 1 else "")
     form = "DualPipe-like" if overlap else f"{parts} chunks" if parts > 1 else "blocking"
     family = "DualPipe-like" if overlap else "chunked" if parts > 1 else "blocking"
-    name += f", {form}" + (", weights apart" if split_weights else "")
-    return Scheme(name, family, schedule, wiring, _stage_costs(work, message, 1.0, 1.0, parts))
+    name += f", {form}" + (", weights apart" if split_weights else "") + (f", cut in {cut}" if cut > 1 else "")
+    return Scheme(name, family, schedule, wiring, _stage_costs(work, message, 1 / cut, 1 / cut, parts), units=1 / cut)
 
 
 def af_scheme(
@@ -167,44 +183,51 @@ def af_scheme(
     cycle: int | None = None,
     weights_held: int = 0,
     fixed_sizes: bool = True,
-    parts: int = 1,
+    cut: int = 1,
+    look_ahead: int = 1,
 ) -> Scheme:
     """AF-Pipe with p groups per role, ``attention`` ranks in each A group, the rest of ``ranks / p`` in its F group.
 
     A micro-batch has half as many units as the two groups have ranks, so that an even split gives each rank one (or fewer,
-    where that does not divide the step). ``parts`` cuts each into smaller ones, so that transfers of one part hide behind
-    computations of another.
+    where that does not divide the step). ``cut`` makes each as many smaller ones: more, shorter transfers to hide, a shorter
+    warm-up, and fewer live units.
 
     Raises:
         ConfigError: groups that do not divide the ranks, or leave a group empty.
     """
     both = work.ranks // p
-    if parts < 1:
-        raise ConfigError(f"parts={parts} must be at least 1; use 1 for whole micro-batches")
+    check_counts(cut=cut)
     if work.ranks % p or not 0 < attention < both:
         raise ConfigError(f"p={p} attention={attention}: {work.ranks} ranks need p to divide them and 0 < attention < {both}")
     units = max(n for n in range(1, max(1, both // 2) + 1) if work.ranks * work.rounds % n == 0)
     experts = both - attention
     placement = Placement(attention=[attention] * p, ffn=[experts] * p, num_layers=work.layers, num_experts=experts)
     residual: Residual = "local" if p == 1 else "ride"
-    order = afpipe(placement, work.ranks * work.rounds // units * parts, cycle=cycle, weights_held=weights_held)
-    schedule = lower(order, placement, residual=residual, fixed_sizes=fixed_sizes)
+    part = units / cut
+    order = afpipe(
+        placement,
+        work.ranks * work.rounds // units * cut,
+        cycle=cycle,
+        weights_held=weights_held,
+        seconds=(part / attention * work.costs.attention, part / experts * work.costs.experts),
+        transfer=part * work.costs.all_to_all / min(attention, experts) / work.links.bandwidth,
+    )
+    schedule = lower(order, placement, residual=residual, fixed_sizes=fixed_sizes, look_ahead=look_ahead)
     wiring = DisaggregatedWiring(placement, residual=residual, fixed_sizes=fixed_sizes)
-    part = units / parts
     message = dict.fromkeys(("dispatch", "combine", "d_combine", "d_dispatch"), part * work.costs.all_to_all)
     costs = _stage_costs(work, message, part / attention, part / experts)
     name = f"AF-Pipe p={p}, {attention}+{experts}, cycle {cycle or 4 * p}"
     name += (
-        (f", {parts} parts" if parts > 1 else "")
+        (f", cut in {cut}" if cut > 1 else "")
         + (f", {weights_held} weights held" if weights_held else "")
         + ("" if fixed_sizes else ", counts")
     )
     return Scheme(name, "AF-Pipe", schedule, wiring, costs, placement, residual, part)
 
 
-def best(schemes: Iterable[Scheme], links: Links) -> Scheme:
-    """The one with the shortest simulated step."""
-    return min(schemes, key=lambda s: s.simulate(links).makespan)
+def best(schemes: Iterable[Scheme], links: Links, host: Callable[[Scheme], Host | None] = lambda s: None) -> Scheme:
+    """The one with the shortest simulated step; ``host`` gives what each one's messages cost the issuing machine."""
+    return min(schemes, key=lambda s: s.simulate(links, host=host(s)).makespan)
 
 
 def comparison(work: Work) -> list[Scheme]:

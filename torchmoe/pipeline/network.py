@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from torchmoe.errors import ConfigError
 
-__all__ = ["Links", "Network", "fair_rates"]
+__all__ = ["Host", "Links", "Network", "fair_rates"]
 
 _DONE = 1e-12  # relative rest of a message that counts as nothing
 
@@ -26,6 +26,7 @@ class Links:
         host_latency: the same for counts and ids, default ``latency``.
         handshake: seconds from posting a receive to the sender's knowing it; nothing travels before.
         send_overhead: seconds of the issuing rank per message to one peer.
+        burst: bytes that pass a NIC's direction at once after a pause: the bucket of a shaped link, refilled at ``bandwidth``.
         nics: NICs per group where it is not one per rank, e.g. ``{"A0": 8}``; the group's ranks share them.
 
     Raises:
@@ -37,16 +38,17 @@ class Links:
     host_latency: float | None = None
     handshake: float = 0.0
     send_overhead: float = 0.0
+    burst: float = 0.0
     nics: Mapping[str, float] = field(default_factory=dict)
     latencies: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0:
             raise ConfigError(f"bandwidth={self.bandwidth} must be positive bytes per second; use inf for free transfers")
-        for name in ("latency", "host_latency", "handshake", "send_overhead"):
+        for name in ("latency", "host_latency", "handshake", "send_overhead", "burst"):
             value = getattr(self, name)
             if value is not None and not (0 <= value < math.inf):
-                raise ConfigError(f"{name}={value} must be 0 or more seconds, and finite")
+                raise ConfigError(f"{name}={value} must be 0 or more, and finite")
         for group, value in self.latencies.items():
             if not (0 <= value < math.inf):
                 raise ConfigError(f"latencies[{group!r}]={value} must be 0 or more seconds, and finite")
@@ -57,6 +59,33 @@ class Links:
     def between(self, source: str, target: str) -> float:
         """Latency of a message from one group to another, seconds."""
         return (self.latencies.get(source, self.latency) + self.latencies.get(target, self.latency)) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """The machine that issues units and messages, where all ranks share its cores (an emulated cluster).
+
+    Copying bytes is left out: it goes on beside the transfer.
+
+    Args:
+        message: CPU seconds of one end of a message between two ranks.
+        unit: CPU seconds of one rank to issue a forward or a gradient with everything around it but its messages.
+        cores: cores that serve all ranks, first come first served.
+
+    Raises:
+        ConfigError: a negative or NaN cost, no core.
+    """
+
+    message: float
+    cores: int
+    unit: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("message", "unit"):
+            if not (0 <= getattr(self, name) < math.inf):
+                raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more CPU seconds, and finite")
+        if self.cores < 1:
+            raise ConfigError(f"cores={self.cores} must be at least 1")
 
 
 def fair_rates(flows: Mapping[tuple[int, int], int], egress: list[float], ingress: list[float]) -> dict[tuple[int, int], float]:
@@ -106,8 +135,10 @@ class _Channel(Generic[M]):
 class Network(Generic[M]):
     """The transfers of a simulation. :meth:`next_end` says when the next one ends, :meth:`finish` takes those that end then."""
 
-    def __init__(self, egress: list[float], ingress: list[float]) -> None:
+    def __init__(self, egress: list[float], ingress: list[float], burst: Sequence[float] | None = None) -> None:
         self.egress, self.ingress = egress, ingress
+        self._burst = tuple(burst or [0.0] * len(egress))
+        self._credit = (list(self._burst), list(self._burst))  # bytes in the buckets of the two directions
         self._now = 0.0
         self._next: float | None = math.inf
         self._channels: dict[Hashable, _Channel[M]] = {}
@@ -126,7 +157,7 @@ class Network(Generic[M]):
         c.queue.append((message, num_bytes))
         if len(c.queue) == 1:
             self._sync(now)
-            c.rest = num_bytes
+            self._begin(c)
             self._active[c] = None
             self._stale, self._next = True, None
         return True
@@ -149,11 +180,19 @@ class Network(Generic[M]):
             if c.rest <= max(_DONE * c.queue[0][1], self._rates[c.pair] * 1e-15 * now):
                 ended.append(c.queue.popleft()[0])
                 if c.queue:
-                    c.rest = c.queue[0][1]
+                    self._begin(c)
                 else:
                     del self._active[c]
         self._stale, self._next = True, None
         return ended
+
+    def _begin(self, c: _Channel[M]) -> None:
+        """The channel's first message sets off; what both buckets hold passes at once."""
+        sides = [(self._credit[0], c.pair[0]), (self._credit[1], c.pair[1])]
+        free = min(c.queue[0][1], *(credit[i] for credit, i in sides))
+        c.rest = c.queue[0][1] - free
+        for credit, i in sides:
+            credit[i] -= free
 
     def _sync(self, now: float) -> None:
         dt = now - self._now
@@ -161,6 +200,16 @@ class Network(Generic[M]):
         if dt > 0:  # time only moves after next_end(), so the rates are those of this interval
             for c in self._active:
                 c.rest -= self._rates[c.pair] * dt
+            if any(self._burst):
+                self._refill(dt)
+
+    def _refill(self, dt: float) -> None:
+        for side, (credit, capacity) in enumerate(zip(self._credit, (self.egress, self.ingress), strict=True)):
+            unused = list(capacity)
+            for c in self._active:
+                unused[c.pair[side]] -= self._rates[c.pair]
+            for i, rate in enumerate(unused):
+                credit[i] = min(self._burst[i], credit[i] + max(0.0, rate) * dt)
 
     def _share(self) -> None:
         flows = Counter(c.pair for c in self._active)

@@ -17,7 +17,7 @@ from typing import Literal
 from torchmoe.errors import ConfigError, ScheduleError
 from torchmoe.pipeline.action import COMPUTE, MESSAGE, Action, Op, Schedule
 from torchmoe.pipeline.costs import Costs, per_stage
-from torchmoe.pipeline.network import Links, Network
+from torchmoe.pipeline.network import Host, Links, Network
 from torchmoe.pipeline.trace import Event
 from torchmoe.pipeline.wiring import SENDS, End, Wiring, default_wiring, explicit_waits
 from torchmoe.placement import Placement, Residual
@@ -80,6 +80,7 @@ def simulate(
     *,
     residual: Residual | None = None,
     links: Links | None = None,
+    host: Host | None = None,
     per_rank: bool = False,
     issue: Literal["inline", "ahead"] = "inline",
     contention: float | None = None,
@@ -94,6 +95,7 @@ def simulate(
         where: placement, wiring, or None for a plain pipeline.
         residual: with a placement, how the residual travels.
         links: default free and instant.
+        host: the cores that all ranks share; default: issuing costs nothing.
         per_rank: one actor per rank (for ``costs.ranks``); 64 ranks take seconds, uneven ones half a minute.
         issue: "inline": the issuing thread computes itself (CPU), so a receive is posted when the computations before it are
             done. "ahead": computations and the sends behind them queue on a device, waits alone stop the issuing thread (CUDA).
@@ -114,7 +116,7 @@ def simulate(
         raise ConfigError(f"issue={issue!r} must be 'inline' or 'ahead', and two streams (contention=) need 'ahead'")
     if costs.ranks and not per_rank:
         raise ConfigError(f"ranks={dict(costs.ranks)} differ inside a group; simulate with per_rank=True")
-    run = _Run(lowered, costs, wiring, links or Links(), per_rank, issue, contention, record)
+    run = _Run(lowered, costs, wiring, links or Links(), host, per_rank, issue, contention, record)
     if memory_limit is not None:
         run.check_memory(memory_limit)
     return run.go()
@@ -186,6 +188,7 @@ class _Run:
         costs: Costs,
         wiring: Wiring,
         links: Links,
+        host: Host | None,
         per_rank: bool,
         issue: str,
         contention: float | None,
@@ -193,6 +196,7 @@ class _Run:
     ) -> None:
         self.schedule, self.costs, self.wiring, self.links = schedule, costs, wiring, links
         self.per_rank, self.issue, self.contention, self.record = per_rank, issue, contention, record
+        self.host, self.host_free = host, 0.0
         self.now = 0.0
         self.events: list[Event] = []
         self.timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -202,6 +206,7 @@ class _Run:
         self.actors: list[_Actor] = []
         self.members: dict[str, list[_Actor]] = {}
         egress: list[float] = []
+        burst: list[float] = []
         rank = 0
         for group in wiring.groups:
             size = wiring.size(group)
@@ -214,8 +219,9 @@ class _Run:
             self.members[group] = members
             self.actors += members
             egress += [total / len(names)] * len(names)
+            burst += [links.burst * links.nics.get(group, size) / len(names)] * len(names)
             rank += size
-        self.network: Network[_Name] = Network(egress, list(egress))
+        self.network: Network[_Name] = Network(egress, list(egress), burst)
         for group, acts in schedule.lists.items():
             self._compile(group, acts)
 
@@ -326,11 +332,10 @@ class _Run:
         while thread.position < len(thread.steps):
             step, m, action = thread.steps[thread.position]
             if issuing and not step.by_host:
-                stream = actor.threads[min(1 + step.stream, len(actor.threads) - 1)]
-                stream.steps.append((step, m, action))
-                if stream.position == len(stream.steps) - 1:
-                    self.ready.append(stream)
-                thread.position += 1
+                if step.kind == "compute" and (pause := self._issued(actor, action)):
+                    self._timer(pause, partial(self._hand_over, thread))
+                    return
+                self._queue(thread)
                 continue
             if step.kind == "compute":
                 if self._sleeps(thread, action):
@@ -344,12 +349,51 @@ class _Run:
                     actor.waiters[key] = thread
                     thread.blocked_since = self.now
                     return
+                if pause := self._served(actor, step.end):
+                    self._timer(pause, partial(self._resume, thread))
+                    return
+            elif step.kind == "send" and (pause := self._served(actor, step.end)):
+                # another thread of the rank starts it meanwhile
+                self._timer(pause, partial(self._send_later, actor, step.end, key, action))
             else:
                 pause = self._post(actor, step.end, key, action, sending=step.kind == "send")
                 if pause:
                     self._timer(pause, partial(self._resume, thread))
                     return
             thread.position += 1
+
+    def _queue(self, thread: _Thread) -> None:
+        """The issuing thread leaves its step to the device."""
+        actor = thread.actor
+        step, m, action = thread.steps[thread.position]
+        stream = actor.threads[min(1 + step.stream, len(actor.threads) - 1)]
+        stream.steps.append((step, m, action))
+        if stream.position == len(stream.steps) - 1:
+            self.ready.append(stream)
+        thread.position += 1
+
+    def _hand_over(self, thread: _Thread) -> None:
+        self._queue(thread)
+        self.ready.append(thread)
+
+    def _issued(self, actor: _Actor, action: Action) -> float:
+        """Seconds until the host has issued a computation; weight gradients are part of their unit."""
+        if self.host is None or action.op is Op.BACKWARD_WEIGHT:
+            return 0.0
+        return self._work(self.host.unit * actor.share * len(action.parts))
+
+    def _work(self, seconds: float) -> float:
+        """Queue for the cores; how long it takes until it is done."""
+        assert self.host is not None
+        self.host_free = max(self.host_free, self.now) + seconds / self.host.cores
+        return self.host_free - self.now
+
+    def _served(self, actor: _Actor, end: End) -> float:
+        """Seconds until the host has issued one end of a message, on all ranks of the actor."""
+        if self.host is None:
+            return 0.0
+        share = actor.share / self.wiring.size(actor.group)
+        return self._work(self.host.message * share * self.wiring.pairs(end, actor.group))
 
     def _sleeps(self, thread: _Thread, action: Action) -> bool:
         """With two streams a computation may need one of the other stream."""
@@ -452,6 +496,9 @@ class _Run:
                 else:
                     self._travel(end.communicator, name)
         return self.links.send_overhead * len(ends) if sending else 0.0
+
+    def _send_later(self, actor: _Actor, end: End, key: tuple[str, int, int], action: Action) -> None:
+        self._post(actor, end, key, action, sending=True)
 
     def _travel(self, communicator: str, name: _Name) -> None:
         pair, num_bytes = (name[3], name[4]), self.messages[name].num_bytes

@@ -93,6 +93,10 @@ def verify(
     )
 
 
+_Channel = tuple["deque[_Operation]", "deque[_Operation]"]
+"""Sends and receives that have not met yet, in their order."""
+
+
 @dataclass(slots=True)
 class _Template:
     """All actions that differ in the micro-batch only. ``state`` has one byte of bits per micro-batch."""
@@ -105,7 +109,7 @@ class _Template:
     partner: _Template | None = None  # a wait's receive and back; the other of B and I
     operations: list[_Operation | None] = field(default_factory=list)
     queue: deque[_Operation] | None = None
-    channel: tuple[deque[_Operation], deque[_Operation]] | None = None
+    channel: _Channel | None = None  # None for paired halves, which have one per micro-batch
 
     def at(self, microbatch: int | None) -> Action:
         return self.action._replace(microbatch=microbatch)
@@ -121,6 +125,7 @@ class _Operation:
     scan: _Scan
     template: _Template
     microbatch: int
+    channel: _Channel
     active: bool = False
     done: bool = False
 
@@ -263,13 +268,14 @@ class _Rendezvous:
     def __init__(self, scans: dict[str, _Scan]) -> None:
         self.scans = scans
         self.queues: dict[tuple[str, str], deque[_Operation]] = {}
-        self.channels: dict[tuple[str, str, str], tuple[deque[_Operation], deque[_Operation]]] = {}
+        self.channels: dict[tuple[object, ...], _Channel] = {}
         self.ready: deque[_Scan] = deque(scans.values())
         for scan in scans.values():
             for t in scan.templates.values():
                 if t.end is not None and t.action.op in _POSTS:
-                    ends = (scan.group, t.end.peer) if t.end.sending else (t.end.peer, scan.group)
-                    t.channel = self.channels.setdefault((t.end.communicator, *ends), (deque(), deque()))
+                    if not t.end.paired:
+                        ends = (scan.group, t.end.peer) if t.end.sending else (t.end.peer, scan.group)
+                        t.channel = self.channels.setdefault((t.end.communicator, *ends), (deque(), deque()))
                     t.queue = None if t.end.unordered else self.queues.setdefault((scan.group, t.end.communicator), deque())
 
     def run(self) -> None:
@@ -294,9 +300,9 @@ class _Rendezvous:
                     scan.waiting = op
                     break
             else:
-                op = t.operations[m] = _Operation(scan, t, m)
-                assert t.channel is not None
-                t.channel[t.action.op in _RECVS].append(op)
+                channel = t.channel or self._pair(t, m)
+                op = t.operations[m] = _Operation(scan, t, m, channel)
+                channel[t.action.op in _RECVS].append(op)
                 if t.queue is not None:
                     t.queue.append(op)
                 if t.queue is None or t.queue[0] is op:
@@ -304,13 +310,16 @@ class _Rendezvous:
             i += 1
         scan.position = i
 
+    def _pair(self, t: _Template, m: int) -> _Channel:
+        assert t.end is not None
+        return self.channels.setdefault((t.end.communicator, t.end.kind, t.end.layer, m), (deque(), deque()))
+
     def _activate(self, first: _Operation) -> None:
         todo = [first]
         while todo:
             op = todo.pop()
             op.active = True
-            assert op.template.channel is not None
-            sends, recvs = op.template.channel
+            sends, recvs = op.channel
             while sends and recvs and sends[0].active and recvs[0].active:
                 s, r = sends.popleft(), recvs.popleft()
                 a, b = s.template.end, r.template.end
@@ -362,5 +371,4 @@ class _Rendezvous:
         return op if op.template.queue is None else op.template.queue[0]
 
     def _other(self, op: _Operation) -> _Operation | None:
-        assert op.template.channel is not None
-        return next(iter(op.template.channel[op.template.action.op in SENDS]), None)
+        return next(iter(op.channel[op.template.action.op in SENDS]), None)

@@ -25,6 +25,7 @@ class End(NamedTuple):
 
     ``layer`` tells apart messages of one kind and micro-batch. ``unordered`` messages do not queue on their communicator: counts,
     ids and labels, which are in host memory, and the two halves of an exchange inside one group, which are one operation.
+    ``paired`` halves find each other by kind, layer and micro-batch and are posted together; others meet in the order of posts.
     """
 
     kind: str
@@ -33,6 +34,7 @@ class End(NamedTuple):
     peer: str
     communicator: str
     unordered: bool = False
+    paired: bool = False
 
 
 class Wiring(Protocol):
@@ -122,8 +124,9 @@ class DisaggregatedWiring:
             )
         edge = self.placement.edge(kind, layer)
         peer = str(edge[1] if sending else edge[0])
-        unordered = edge[0] == edge[1] or kind in ("counts", "ids", "labels")
-        return End(kind, layer, sending, peer, self.placement.communicator(kind, layer), unordered)
+        paired = edge[0] == edge[1]
+        unordered = paired or kind in ("counts", "ids", "labels")
+        return End(kind, layer, sending, peer, self.placement.communicator(kind, layer), unordered, paired)
 
     def before(self, action: Action) -> tuple[Action, ...]:
         s, m, forward = action.stage, action.microbatch, action.op is Op.FORWARD

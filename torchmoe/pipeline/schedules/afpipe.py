@@ -44,6 +44,7 @@ def afpipe(
     cycle: int | None = None,
     max_live: int | None = None,
     weights_held: int = 0,
+    seconds: tuple[float, float] = (1.0, 1.0),
     transfer: float = 0.5,
     forward_only: bool = False,
 ) -> Schedule:
@@ -57,7 +58,8 @@ def afpipe(
             2(2p-r-1) + (v-1)G + 1 on group r of the chain with v = ceil((2L+1) / 2p).
         weights_held: 0 keeps an expert unit's backward whole (``B``). k > 0 splits it into ``I`` and ``W``, and runs each ``W``
             where the group would wait, at the latest when k units hold one.
-        transfer: time of one transfer in units of a forward, for which the order is chosen.
+        seconds: forward time of an attention and of an expert unit, for which the order is chosen; each gradient takes as long.
+        transfer: time of one transfer, in the same unit.
         forward_only: forwards only, for validation.
 
     Raises:
@@ -74,8 +76,9 @@ def afpipe(
         )
     if weights_held < 0:
         raise ConfigError(f"weights_held={weights_held} counts units and must be 0 or more; use 0 for whole backwards")
-    if not 0 <= transfer < math.inf:
-        raise ConfigError(f"transfer={transfer} must be 0 or more forwards, and finite")
+    for label, value in (("transfer", transfer), ("seconds[0]", seconds[0]), ("seconds[1]", seconds[1])):
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"{label}={value} must be 0 or more, and finite")
     lengths = cycles(num_microbatches, cycle)
     groups = {str(g): _Group(g, placement, lengths) for g in placement.groups()}
     if forward_only:
@@ -83,13 +86,17 @@ def afpipe(
         return Schedule(lists, num_microbatches, forward_only=True)
     bound = {name: _bound(g, placement, max(lengths), max_live) for name, g in groups.items()}
     head = 2 * placement.num_layers
-    candidates = [_run(groups, head, bound, t, 0) for t in _TRANSFERS]
+    pace = _Pace(seconds, transfer, head, one_at_a_time=True)
+    # Candidates for the given pace and for transfers that only delay: no greedy run is best for all shapes.
+    paces = [*(_Pace(seconds, t * sum(seconds) / 2, head) for t in _TRANSFERS), pace]
+    runs = [_Run(groups, bound, x) for x in paces]
+    candidates = [run.orders(0) for run in runs]
     if len(placement.attention) == len(placement.ffn) and placement.head == "attention" and max_live is None:
         candidates.append({name: _chain_order(g, p, placement.num_layers, lengths) for name, g in groups.items()})
     if weights_held:
         candidates = [_split(orders, head) for orders in candidates]
-        candidates += [_run(groups, head, bound, t, weights_held) for t in _TRANSFERS]
-    best = min(candidates, key=lambda orders: (round(_length(orders, head, transfer), 9), sum(_peaks(orders).values())))
+        candidates += [run.orders(weights_held) for run in runs]
+    best = min(candidates, key=lambda orders: (round(_length(orders, pace), 9), sum(_peaks(orders).values())))
     lists = {name: tuple(Action(s, op, m) for op, s, m in order) for name, order in best.items()}
     return Schedule(lists, num_microbatches)
 
@@ -167,53 +174,81 @@ def _split(orders: _Orders, head: int) -> _Orders:
     }
 
 
-_SECONDS = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0, Op.BACKWARD_INPUT: 1.0, Op.BACKWARD_WEIGHT: 1.0}
+class _Pace:
+    """Model time. The head is free, a gradient takes as long as a forward.
 
-
-def _run(groups: Mapping[str, _Group], head: int, bound: Mapping[str, int], transfer: float, weights_held: int) -> _Orders:
-    """Orders from a run in model time: backward twice a forward, transfers of ``transfer``, the head free.
-
-    A group that may choose alternates; it never exceeds its bound. Every run ends: the first unit still missing in a group's
-    fixed order never waits for a later one, as long as the bound is at least ``least_live``.
+    Args:
+        seconds: of an attention and of an expert unit.
+        transfer: from the end of a unit to the next one's group.
+        head: the head's unit.
+        one_at_a_time: a group's transfers leave one after the other, as on a link; else they only delay.
     """
-    done: set[_Unit] = set()
-    here: set[_Unit] = set()  # results that have reached the next unit's group
-    states = {name: _State(g, bound[name], weights_held) for name, g in groups.items()}
-    events: list[tuple[float, int, str, _Unit]] = []
-    now, count = 0.0, 0
-    while True:
-        for name, state in states.items():
-            if not state.busy and (unit := state.choose(done, here, head)) is not None:
-                count += 1
-                seconds = 0.0 if unit[1] == head else _SECONDS[unit[0]]
-                heapq.heappush(events, (now + seconds, count, name, unit))
-        if not events:
-            break
-        now = events[0][0]
-        while events and events[0][0] == now:
-            _, _, name, unit = heapq.heappop(events)
-            if name == "":
-                here.add(unit)
-                continue
-            states[name].busy = False
-            done.add(unit)
-            if unit[0] is not Op.BACKWARD_WEIGHT:
-                count += 1
-                gradient = unit[0] is Op.BACKWARD_INPUT or unit[1] == head
-                arrived = (Op.BACKWARD, *unit[1:]) if gradient else unit
-                heapq.heappush(events, (now + transfer, count, "", arrived))
-    stuck = [name for name, s in states.items() if s.f < len(s.group.forward) or s.b < len(s.group.backward)]
-    if stuck:
-        raise ScheduleError(f"no order found for {', '.join(stuck)} within {dict(bound)} live units; allow more live units")
-    return {name: s.order for name, s in states.items()}
+
+    def __init__(self, seconds: tuple[float, float], transfer: float, head: int, *, one_at_a_time: bool = False) -> None:
+        self.seconds, self.transfer, self.head, self.one_at_a_time = seconds, transfer, head, one_at_a_time
+
+    def of(self, unit: _Unit) -> float:
+        op, s, _ = unit
+        return 0.0 if s == self.head else self.seconds[s % 2] * (2 if op is Op.BACKWARD else 1)
+
+    def arrival(self, link: dict[str, float], group: str, now: float) -> float:
+        """When what a group sends now arrives. ``link`` holds until when each group's link is taken."""
+        start = max(now, link.get(group, 0.0)) if self.one_at_a_time else now
+        link[group] = start + self.transfer
+        return link[group]
+
+
+class _Run:
+    """Orders from a run in model time. A group that may choose alternates; it never exceeds its bound.
+
+    Every run ends: the first unit still missing in a group's fixed order never waits for a later one, as long as the bound is
+    at least ``least_live``.
+    """
+
+    def __init__(self, groups: Mapping[str, _Group], bound: Mapping[str, int], pace: _Pace) -> None:
+        self.groups, self.bound, self.pace = groups, bound, pace
+
+    def orders(self, weights_held: int) -> _Orders:
+        head = self.pace.head
+        done: set[_Unit] = set()
+        here: set[_Unit] = set()  # results that have reached the next unit's group
+        states = {name: _State(g, self.bound[name], weights_held if g.id.role == "ffn" else 0) for name, g in self.groups.items()}
+        events: list[tuple[float, int, str, _Unit]] = []
+        link: dict[str, float] = {}
+        now, count = 0.0, 0
+        while True:
+            for name, state in states.items():
+                if not state.busy and (unit := state.choose(done, here, head)) is not None:
+                    count += 1
+                    heapq.heappush(events, (now + self.pace.of(unit), count, name, unit))
+            if not events:
+                break
+            now = events[0][0]
+            while events and events[0][0] == now:
+                _, _, name, unit = heapq.heappop(events)
+                if name == "":
+                    here.add(unit)
+                    continue
+                states[name].busy = False
+                done.add(unit)
+                if unit[0] is not Op.BACKWARD_WEIGHT:
+                    count += 1
+                    gradient = unit[0] is Op.BACKWARD_INPUT or unit[1] == head
+                    arrived = (Op.BACKWARD, *unit[1:]) if gradient else unit
+                    heapq.heappush(events, (self.pace.arrival(link, name, now), count, "", arrived))
+        stuck = [name for name, s in states.items() if s.f < len(s.group.forward) or s.b < len(s.group.backward)]
+        if stuck:
+            raise ScheduleError(
+                f"no order found for {', '.join(stuck)} within {dict(self.bound)} live units; allow more live units"
+            )
+        return {name: s.order for name, s in states.items()}
 
 
 class _State:
     """One group in the middle of a run."""
 
     def __init__(self, group: _Group, bound: int, weights_held: int) -> None:
-        self.group, self.bound = group, bound
-        self.limit = weights_held if group.id.role == "ffn" else 0
+        self.group, self.bound, self.limit = group, bound, weights_held
         self.f = self.b = 0  # next forward, next backward
         self.heads = 0  # heads done, forward and backward
         self.late: list[tuple[int, int]] = []  # weight gradients to come
@@ -257,9 +292,11 @@ class _State:
         return (op, *unit)
 
 
-def _length(orders: _Orders, head: int, transfer: float) -> float:
-    """Makespan of finished orders in the same model time."""
-    ends: dict[_Unit, float] = {}
+def _length(orders: _Orders, pace: _Pace) -> float:
+    """Makespan of finished orders in model time."""
+    head = pace.head
+    arrivals: dict[_Unit, float] = {}
+    link: dict[str, float] = {}
     at = dict.fromkeys(orders, 0)
     clock = dict.fromkeys(orders, 0.0)
     moved = True
@@ -270,13 +307,14 @@ def _length(orders: _Orders, head: int, transfer: float) -> float:
                 op, s, m = order[at[name]]
                 start = clock[name]
                 if (op is Op.FORWARD and s > 0) or (op in (Op.BACKWARD, Op.BACKWARD_INPUT) and s < head):
-                    need = ends.get((Op.FORWARD, s - 1, m) if op is Op.FORWARD else (Op.BACKWARD, s + 1, m))
+                    need = arrivals.get((Op.FORWARD, s - 1, m) if op is Op.FORWARD else (Op.BACKWARD, s + 1, m))
                     if need is None:
                         break
-                    start = max(start, need + transfer)
-                clock[name] = start + (0.0 if s == head else _SECONDS[op])
-                if op is not Op.BACKWARD_WEIGHT:
-                    ends[Op.FORWARD if op is Op.FORWARD else Op.BACKWARD, s, m] = clock[name]
+                    start = max(start, need)
+                clock[name] = start + pace.of((op, s, m))
+                if op is not Op.BACKWARD_WEIGHT and (op is not Op.FORWARD or s < head):
+                    key = (Op.FORWARD if op is Op.FORWARD else Op.BACKWARD, s, m)
+                    arrivals[key] = pace.arrival(link, name, clock[name])
                 at[name] += 1
                 moved = True
     return max(clock.values())
