@@ -112,10 +112,10 @@ class StreamTransport:
     def __init__(self, cluster: Cluster | Loopback, names: Sequence[Communicator], device: Device) -> None:
         self.device = device
         self._finisher = _Finisher()
-        # the issuing thread waits for receives itself
-        self.fabric: Any = C10dTransport.create([c for c in names if not c.host], threads=False, heartbeat=False)
+        # nobody polls these: the issuing thread waits for receives, the finisher for sends
+        self.fabric: Any = C10dTransport.create([c for c in names if not c.host], heartbeat=False)
         cluster.use("host")
-        self.host: Any = C10dTransport.create([c for c in names if c.host], threads=False, heartbeat=False)
+        self.host: Any = C10dTransport.create([c for c in names if c.host], heartbeat=False)
         cluster.use("fabric")
         if isinstance(cluster, Loopback):
             self.fabric = Paced(self.fabric, cluster.rate)
