@@ -46,7 +46,7 @@ def svg(
         title: first line; the step's time and idle share follow.
         shown: kinds of bars (names of the legend) to draw.
     """
-    return _document({title: {"": events}}, width, num_units, set(shown), len(events) < 10_000)
+    return _document({title: {_summary(events): events}}, width, num_units, set(shown), len(events) < 10_000)
 
 
 def compare_svg(runs: Mapping[str, Sequence[Event]], *, width: int = 1400, num_units: int | None = None, title: str = "") -> str:
@@ -54,7 +54,8 @@ def compare_svg(runs: Mapping[str, Sequence[Event]], *, width: int = 1400, num_u
 
     A simulated run may have one rank per group only; it is drawn beside that rank.
     """
-    return _document({title: runs}, width, num_units, set(_COLORS), True)
+    named = {f"{name}: {_summary(events)}": events for name, events in runs.items()}
+    return _document({title: named}, width, num_units, set(_COLORS), True)
 
 
 def stack_svg(
@@ -71,7 +72,9 @@ def stack_svg(
         first: dict[str, int] = {}
         for e in (e for events in of.values() for e in events):
             first[e.group] = min(e.rank, first.get(e.group, e.rank))
-        sections[name] = {run: [e for e in events if e.rank == first[e.group]] for run, events in of.items()}
+        sections[name] = {
+            f"{run}: {_summary(events)}": [e for e in events if e.rank == first[e.group]] for run, events in of.items()
+        }
     return _document(sections, width, num_units, set(_COLORS) - {"wait", "send", "recv"}, False, title)
 
 
@@ -111,7 +114,7 @@ class _Drawing:
         self.parts.append(f'<text x="{x:g}" y="{self.y + dy:g}" class="{cls}">{escape(text)}</text>')
 
     def section(self, name: str, runs: Mapping[str, Sequence[Event]]) -> None:
-        """A heading and the lanes of all ranks of one layout."""
+        """A heading and the lanes of all ranks of one layout; ``runs`` are named by what the heading says of them."""
         self.text(8, 14, "t", name)
         for i, (run, events) in enumerate(runs.items()):
             self.text(
@@ -126,7 +129,7 @@ class _Drawing:
                 for run, events in runs.items():
                     mine = [e for e in events if e.rank == rank]
                     if mine:
-                        self.rank(f"{group}[{i}]" + (f" {run}" if len(runs) > 1 else ""), mine)
+                        self.rank(f"{group}[{i}]" + (f" {run.split(':')[0]}" if len(runs) > 1 else ""), mine)
             self.y += 5
         self.y += 6
 
