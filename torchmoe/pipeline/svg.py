@@ -116,10 +116,8 @@ class _Drawing:
     def section(self, name: str, runs: Mapping[str, Sequence[Event]]) -> None:
         """A heading and the lanes of all ranks of one layout; ``runs`` are named by what the heading says of them."""
         self.text(8, 14, "t", name)
-        for i, (run, events) in enumerate(runs.items()):
-            self.text(
-                8 if name == "" else 24 + 7.5 * len(name) + 260 * i, 14, "s", (f"{run}: " if run else "") + _summary(events)
-            )
+        for i, run in enumerate(runs):
+            self.text(8 + (16 + 7.5 * len(name) if name else 0) + 260 * i, 14, "s", run)
         self.y += 22
         members: dict[str, list[int]] = {}
         for rank, group in sorted({(e.rank, e.group) for events in runs.values() for e in events}):
