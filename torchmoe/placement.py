@@ -35,6 +35,8 @@ Role = Literal["attention", "ffn"]
 Residual = Literal["local", "direct", "ride"]
 Head = Literal["attention", "ffn"]
 LETTER: dict[str, str] = {"attention": "A", "ffn": "F"}
+HOST_KINDS = ("counts", "ids", "labels")
+"""Message kinds that travel from and to host memory."""
 
 
 @dataclass(frozen=True, order=True)
@@ -320,7 +322,7 @@ class Placement:
                     src, dst = self.edge(kind, layer)
                     members = out.setdefault((replica, self.communicator(kind, layer)), set())
                     members |= {*self.ranks(src, replica), *self.ranks(dst, replica)}
-        return tuple(Communicator(name, tuple(sorted(m)), name in ("counts", "ids", "labels")) for (_, name), m in out.items())
+        return tuple(Communicator(name, tuple(sorted(m)), name in HOST_KINDS) for (_, name), m in out.items())
 
     def attention_gradient_ranks(self, group: GroupId) -> tuple[int, ...]:
         """Ranks over which the gradients of an attention group's parameters are summed: the group in every replica."""

@@ -86,12 +86,18 @@ def closed(ctx: RankContext, how: str) -> None:
         t.close()
         t.close()
         t.post("a", [P2P("send", 1 - ctx.rank, buffer)], "send x")
+    elif how == "in flight":
+        work = t.post("a", [P2P("recv", 1 - ctx.rank, buffer)], "recv x")
+        t.close()
+        work.wait(1.0)
     else:
         t.post("a", [P2P("both", 1 - ctx.rank, buffer)], "send x")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("backend", ["sim", "gloo"])
-@pytest.mark.parametrize(("how", "text"), [("then post", "was closed"), ("no such side", "use 'send' or 'recv'")])
+@pytest.mark.parametrize(
+    ("how", "text"), [("then post", "was closed"), ("in flight", "recv x"), ("no such side", "use 'send' or 'recv'")]
+)
 def test_a_closed_transport_and_a_wrong_operation_are_named(how: str, text: str, backend: str) -> None:
     out = run_ranks(closed, 2, backend=backend, args=(how,), check=False, timeout=20)  # type: ignore[arg-type]
     for f in out:

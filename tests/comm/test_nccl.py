@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
+import warnings
 import weakref
 from typing import Any
 
@@ -16,9 +17,11 @@ import torch.distributed as dist
 
 from torchmoe.comm import c10d
 from torchmoe.comm.c10d import C10dTransport
+from torchmoe.comm.m2n import Key, M2NExchange
+from torchmoe.comm.route import SequenceMap
 from torchmoe.comm.transport import P2P
 from torchmoe.errors import ExchangeError, ExchangeTimeout, PeerLost
-from torchmoe.placement import Communicator
+from torchmoe.placement import Communicator, Placement
 
 ROWS = Communicator("rows", (0, 1, 2), False)
 HOST = Communicator("counts", (0, 1, 2), True)
@@ -135,3 +138,43 @@ def test_nccl_communicators_are_made_at_start_up_by_all_ranks(
     monkeypatch.setattr(torch, "zeros", lambda *size, **kw: None)
     c10d.connect(communicator, FakeGroup(), device)
     assert len(calls) == made
+
+
+class Posts:
+    """A transport that keeps what it is asked to post."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size, self.ops = rank, world_size, []
+
+    def post(self, communicator: str, ops: Any, what: str) -> Any:
+        self.ops += [(communicator, op) for op in ops]
+        return FakeWork()
+
+    def log(self) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        return None
+
+
+def test_ids_and_labels_travel_through_host_memory_and_rows_do_not() -> None:
+    """Their communicators are gloo's also beside NCCL. A meta device stands for the card."""
+    pl = Placement(attention=[1, 1], ffn=[1, 1], num_layers=2, num_experts=2)
+    posts = Posts(0, 4)
+    ex = M2NExchange(pl, posts, dim=4, top_k=1, device="meta")  # type: ignore[arg-type]
+    seqs, key = SequenceMap(pl, (2,)), Key(0, 0)
+    pendings = [
+        ex.send_ids(key, torch.zeros(2, 1, dtype=torch.long), seqs),
+        ex.post_ids(Key(1, 0), seqs),
+        ex.send_residual(key, torch.zeros(2, 4, device="meta"), seqs),
+        ex.post_residual(Key(1, 0), seqs),
+    ]
+    host = {c.name: c.host for c in pl.communicators("direct")}
+    assert len(posts.ops) == 4 and {host[name] for name, _ in posts.ops} == {True, False}
+    for name, op in posts.ops:
+        assert op.buffer.device.type == ("cpu" if host[name] else "meta"), name
+    with pytest.raises(ExchangeError, match=r"res.* is on cpu, the exchange's rows live on meta"):
+        ex.send_residual(key, torch.zeros(2, 4), seqs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        pendings.clear()

@@ -418,6 +418,8 @@ class C10dTransport:
     def _fail(self, name: str, error: ExchangeError) -> ExchangeError:
         """``error`` with the names of the ranks that failed first. The communicator is unusable from now on; a hung NCCL
         kernel is aborted, else the process could not even end."""
+        if self._closed:
+            return error
         c, pg = self._groups[name]
         if not (c.host or self.device.type == "cpu"):
             pg.abort()

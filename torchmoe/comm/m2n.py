@@ -404,8 +404,8 @@ class M2NExchange:
         cols, dtype = layout.fields[0]
 
         def finish(buffer: Tensor, slices: list[Tensor]) -> Tensor:
-            none = torch.empty(0, cols, dtype=dtype, device=self.device)
-            return torch.cat([none, *(layout.views(part)[0][1:] for part in slices)])
+            none = torch.empty(0, cols, dtype=dtype, device=buffer.device)
+            return torch.cat([none, *(layout.views(part)[0][1:] for part in slices)]).to(self.device)
 
         return self._messages.receive(kind, key, [(ranks[i], n) for i, n in seqs.segments(self.where, group)], finish)
 
@@ -453,6 +453,10 @@ class M2NExchange:
 
     def _check_rows(self, name: str, tensor: Tensor, tokens: int) -> None:
         self._check_shape(name, tensor, tokens, self.dim)
+        if tensor.device.type != self.device.type:
+            raise ExchangeError(
+                f"{name} is on {tensor.device}, the exchange's rows live on {self.device}; move it, or build the exchange there"
+            )
         if tensor.dtype != self.dtype:
             raise ExchangeError(
                 f"{name} has {tensor.dtype}, the exchange carries {self.dtype}; cast it, or build the exchange with its dtype"

@@ -13,7 +13,7 @@ from torchmoe.comm.pending import Arrivals, Key, Pending
 from torchmoe.comm.transport import P2P, Transport, Work
 from torchmoe.comm.wire import Header, Layout, Packed
 from torchmoe.errors import ConfigError, ExchangeError
-from torchmoe.placement import Placement
+from torchmoe.placement import HOST_KINDS, Placement
 
 __all__ = ["Incoming", "Messages", "nothing"]
 
@@ -93,6 +93,9 @@ class Messages:
             self._names[kind, layer] = self.placement.communicator(kind, layer)
         return self._names[kind, layer]
 
+    def _memory(self, kind: str) -> torch.device:
+        return torch.device("cpu") if kind in HOST_KINDS else self._device
+
     def settle(self) -> None:
         """Read all proofs of arrival that were deferred."""
         self._arrivals.settle()
@@ -149,7 +152,7 @@ class Messages:
             rows = first.shape[0] if isinstance(first, Tensor) else first.rows
             if rows:
                 header = self.header(kind, key, self.transport.rank, rank, rows)
-                messages.append((rank, header, layout.pack(header, tensors, device=self._device, check=self._check)))
+                messages.append((rank, header, layout.pack(header, tensors, device=self._memory(kind), check=self._check)))
         return self._send(kind, key, messages, finish)
 
     def send_gathered(
@@ -163,7 +166,7 @@ class Messages:
     ) -> Pending[None]:
         """Send to each (rank, rows) of ``ranks``, all with rows, what ``index_N`` picks: see :meth:`Layout.gather`."""
         headers = [self.header(kind, key, self.transport.rank, rank, rows) for rank, rows in ranks]
-        buffers = self.layouts[kind].gather(headers, values, index_N, device=self._device, check=self._check)
+        buffers = self.layouts[kind].gather(headers, values, index_N, device=self._memory(kind), check=self._check)
         messages = [(rank, header, buffer) for (rank, _), header, buffer in zip(ranks, headers, buffers, strict=True)]
         return self._send(kind, key, messages, finish)
 
@@ -191,7 +194,7 @@ class Messages:
         """
         layout = self.layouts[kind]
         sizes = [layout.num_bytes(n) for _, n in sources]
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._memory(kind))
         slices = list(torch.split(buffer, sizes)) if sizes else []
         ops, incoming = [], []
         for (source, n), part in zip(sources, slices, strict=True):
