@@ -7,7 +7,10 @@
 - raw: ``batch_isend_irecv`` of ready buffers; gather: the same after picking each destination's rows out of x, which any
   user of it has to do;
 - world: ``all_to_all_single`` over all ranks with zero splits, ready buffers;
-- transport: ready buffers through C10dTransport; dispatch: ``M2NExchange`` whole: counts, rows, gates, ids, headers, checks.
+- transport: ready buffers through C10dTransport; dispatch: ``M2NExchange`` whole: counts, rows, gates, ids, headers, checks;
+  d_combine: the same rows as a gradient, without counts;
+- return: the way back as anybody would write it: slices of the results sent as they lie, added up per token where they arrive;
+  combine and d_dispatch: ``M2NExchange``'s.
 
 Goal: at 4 MiB the dispatch costs less than 15 % over gather, and the transport less than 15 % over raw. Every form's rows are
 compared before anything is timed. Times are medians, over iterations, of the slowest rank.
@@ -28,17 +31,22 @@ import torch
 import torch.distributed as dist
 
 from torchmoe.comm.m2n import Key, M2NExchange
-from torchmoe.comm.route import Route, SequenceMap
+from torchmoe.comm.route import ReceivedRoute, Route, SequenceMap
 from torchmoe.comm.transport import P2P
 from torchmoe.placement import Placement
 from torchmoe.testing import RankContext, run_ranks
 
 DIM, TOP_K, LIMIT, JUDGED = 1024, 2, 0.15, 4 << 20
-FORMS = ("raw", "gather", "world", "transport", "dispatch")
+OUT = ("raw", "gather", "world", "transport", "dispatch", "d_combine")
+BACK = ("return", "combine", "d_dispatch")
+FORMS = (*OUT, *BACK)
 
 
 class Bench:
-    """One rank's forms of one size. All return the rows that an expert rank received."""
+    """One rank's forms of one size. Those out return the rows that an expert rank received, those back the sums per token."""
+
+    received: ReceivedRoute
+    y: torch.Tensor
 
     def __init__(self, ctx: RankContext, placement: Placement, exchange: M2NExchange, num_bytes: int) -> None:
         self.pl, self.ex, self.rank = placement, exchange, ctx.rank
@@ -104,11 +112,51 @@ class Bench:
             for s in sends:
                 s.wait()
             return None
-        received = self.ex.post_counts(key).wait()
-        rows, _, _ = self.ex.post_dispatch(key, received).wait()
-        keep = torch.ones(rows.shape[0], dtype=torch.bool)
-        keep[list(received.header_rows)] = False
-        return rows, keep
+        self.received = self.ex.post_counts(key).wait()
+        rows, _, _ = self.ex.post_dispatch(key, self.received).wait()
+        return rows
+
+    def d_combine(self) -> Any:
+        key = Key(0, 0)
+        if self.is_source:
+            return self.ex.send_d_combine(key, self.route, self.x).wait()
+        return self.ex.post_d_combine(key, self.received).wait()
+
+    def keep(self) -> None:
+        """The results that go back are what was dispatched."""
+        if not self.is_source:
+            self.y = self.dispatch().contiguous()
+            self.spans = [span for _, span in sorted(self.received.blocks(1).items())]
+            self.dgates = torch.ones(self.y.shape[0], TOP_K)
+        else:
+            self.dispatch()
+            self.parts = {p: torch.empty(self.per, DIM) for p in self.buffers}
+
+    def back(self) -> Any:
+        if self.is_source:
+            ops = [dist.P2POp(dist.irecv, b, p) for p, b in self.parts.items()]
+        else:
+            ops = [dist.P2POp(dist.isend, self.y[lo:hi], p) for p, (lo, hi) in zip(self.buffers, self.spans, strict=True)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        if not self.is_source:
+            return None
+        y = torch.zeros(self.tokens, DIM)
+        for n, rows in enumerate(self.parts.values()):
+            y.index_add_(0, self.route.token_indices_R[n * self.per : (n + 1) * self.per], rows)
+        return y
+
+    def combine(self) -> Any:
+        key = Key(0, 0)
+        if self.is_source:
+            return self.ex.post_combine(key, self.route).wait()
+        return self.ex.send_combine(key, self.received, self.y).wait()
+
+    def d_dispatch(self) -> Any:
+        key = Key(0, 0)
+        if self.is_source:
+            return self.ex.post_d_dispatch(key, self.route).wait()[0]
+        return self.ex.send_d_dispatch(key, self.received, self.y, self.dgates).wait()
 
     def time(self, form: Callable[[], Any]) -> float:
         dist.barrier()
@@ -116,18 +164,30 @@ class Bench:
         form()
         return time.perf_counter() - start
 
+    def form(self, name: str) -> Callable[[], Any]:
+        found: Callable[[], Any] = getattr(self, "back" if name == "return" else name)
+        return found
+
     def verify(self) -> None:
+        self.keep()
         want = None
-        for name in FORMS:
+        for name in OUT:
             for b in self.buffers.values() if not self.is_source else ():
                 b.zero_()
-            out = getattr(self, name)()
+            rows = self.form(name)()
             if self.is_source:
                 continue
-            rows = out[0][out[1]] if isinstance(out, tuple) else out
+            if name in ("dispatch", "d_combine"):
+                kept = torch.ones(rows.shape[0], dtype=torch.bool)
+                kept[list(self.received.header_rows)] = False
+                rows = rows[kept]
             want = rows.clone() if want is None else want
             if not torch.equal(rows, want) or not bool(rows.any()):
-                raise RuntimeError(f"rank {self.rank}: the rows of {name!r} differ from those of {FORMS[0]!r}")
+                raise RuntimeError(f"rank {self.rank}: the rows of {name!r} differ from those of {OUT[0]!r}")
+        for name in BACK:
+            y = self.form(name)()
+            if self.is_source and not torch.equal(y, self.x):
+                raise RuntimeError(f"rank {self.rank}: the sums of {name!r} are not what was sent")
 
 
 def program(ctx: RankContext, m: int, n: int, sizes: list[int], repeats: int) -> dict[int, dict[str, list[float]]]:
@@ -140,7 +200,7 @@ def program(ctx: RankContext, m: int, n: int, sizes: list[int], repeats: int) ->
         times: dict[str, list[float]] = {f: [] for f in FORMS}
         for i in range(repeats + 2):
             for f in FORMS:
-                seconds = bench.time(getattr(bench, f))
+                seconds = bench.time(bench.form(f))
                 if i >= 2:
                     times[f].append(seconds)
         out[size] = times
@@ -165,15 +225,17 @@ def main() -> int:
     sizes = [1 << 16, JUDGED] if args.quick else [1 << 16, 1 << 18, 1 << 20, JUDGED, 1 << 24]
     results = {f"{m}:{n}": measure(m, n, sizes, 7 if args.quick else 25) for m, n in ((5, 3), (2, 2))}
     head = "".join(f"{f:>11}" for f in FORMS)
-    print(f"{'ranks':6}{'KiB per A rank':>15}{head}   ms;{'dispatch/gather':>16}{'transport/raw':>15}{'world/raw':>11}")
+    ratios = [("dispatch", "gather"), ("transport", "raw"), ("world", "raw"), ("d_combine", "gather")]
+    ratios += [(f, "return") for f in BACK[1:]]
+    print(f"{'ranks':6}{'KiB per A rank':>15}{head}   ms;" + "".join(f"{a + '/' + b:>18}" for a, b in ratios))
     worst_dispatch = worst_transport = 0.0
     for ranks, by_size in results.items():
         for size, ms in by_size.items():
-            a, b, c = ms["dispatch"] / ms["gather"], ms["transport"] / ms["raw"], ms["world"] / ms["raw"]
+            over = [ms[a] / ms[b] for a, b in ratios]
             row = "".join(f"{ms[f]:11.2f}" for f in FORMS)
-            print(f"{ranks:6}{size >> 10:15}{row}      {a:16.2f}{b:15.2f}{c:11.2f}")
+            print(f"{ranks:6}{size >> 10:15}{row}      " + "".join(f"{r:18.2f}" for r in over))
             if size == JUDGED:
-                worst_dispatch, worst_transport = max(worst_dispatch, a - 1), max(worst_transport, b - 1)
+                worst_dispatch, worst_transport = max(worst_dispatch, over[0] - 1), max(worst_transport, over[1] - 1)
     good = worst_dispatch < LIMIT and worst_transport < LIMIT
     if args.json:
         machine = {"torch": torch.__version__, "machine": platform.machine(), "platform": platform.platform()}
