@@ -105,8 +105,21 @@ def test_refused_arguments_are_named() -> None:
         (lambda: DispatchQueue.build(torch.zeros(3, 1), 2), "torch.float32"),
         (lambda: DispatchQueue.build(torch.zeros(3, 1, dtype=torch.long), 0), "num_experts=0"),
         (lambda: DispatchQueue.build(torch.zeros(3, 1, dtype=torch.long), 2, capacity=-1), "capacity=-1"),
+        (lambda: DispatchQueue.build(torch.zeros(3, 1, dtype=torch.long), 2, capacity=1.25), "capacity=1.25 must be a whole"),
+        (lambda: DispatchQueue.build(torch.zeros(3, 1, dtype=torch.long), 2, capacity=True), "capacity=True"),
+        (lambda: DispatchQueue.build(torch.zeros(3, 1, dtype=torch.long), 2.0), "num_experts=2.0"),
         (lambda: DispatchQueue.build(torch.zeros(3, 1, dtype=torch.long), 2, max_rows=-1), "max_rows=-1"),
         (lambda: DispatchQueue.from_pairs(torch.zeros(3, dtype=torch.long), torch.zeros(2, dtype=torch.long), 2, 2), "one list"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            call()
+    queue, x = DispatchQueue.build(torch.zeros(3, 2, dtype=torch.long), 2), torch.zeros(6, 4)
+    for call, text in (
+        (lambda: queue.gather(x), r"x \(6, 4\) must be \[3, D\]"),
+        (lambda: queue.gather(x[:3, 0]), r"x \(3,\)"),
+        (lambda: queue.combine(x[:3]), r"y \(3, 4\) torch.float32 must be \[6, D\]"),
+        (lambda: queue.combine(x.long()), "torch.int64"),
+        (lambda: queue.combine(x, torch.zeros(3, 1)), "do not match"),
     ):
         with pytest.raises(ConfigError, match=text):
             call()
@@ -115,6 +128,13 @@ def test_refused_arguments_are_named() -> None:
         DispatchQueue.from_pairs(torch.tensor([0, 5]), two, 2, 2, validate=True)
     with pytest.raises(RoutingError, match=r"pair \(token 0, expert 0\) appears twice"):
         DispatchQueue.from_pairs(two, two, 2, 2, validate=True)
+
+
+@pytest.mark.parametrize("capacity", [6, 2**31, 2**40, 2**70])
+def test_a_capacity_beyond_the_slots_drops_nothing(capacity: int) -> None:
+    """Past 2**31 a comparison in int32 once dropped every row."""
+    ids = torch.tensor([[0, 1], [0, 1], [0, -1]])
+    assert DispatchQueue.build(ids, 2, capacity=capacity).counts().tolist() == [3, 2]
 
 
 @settings(max_examples=40, deadline=None)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from tests.experts_kit import EPS, GATED, PLAIN, errors, experts, inputs, routings, run, split_grads, truth
 from torchmoe.dispatch import DispatchQueue
@@ -435,6 +436,8 @@ def test_autocast_computes_in_bf16_and_returns_fp32_gradients() -> None:
         ({"layout": "fused"}, "fused"),
         ({"layout": "concat", "activation": "silu"}, "no gate"),
         ({"chunk_tokens": 0}, "chunk_tokens=0"),
+        ({"chunk_tokens": 2.5}, "chunk_tokens=2.5 must be a whole number"),
+        ({"save": "auto", "save_budget": -1}, "save_budget=-1"),
     ],
 )
 def test_refused_constructor_values_are_named(options: dict[str, object], text: str) -> None:
@@ -456,6 +459,8 @@ def test_refused_calls_are_named() -> None:
         (lambda: module(x.double(), queue, gates), "torch.float64 and the weights torch.float32"),
         (lambda: module(x.to("meta"), queue, gates), "meta"),
         (lambda: FusedExpertMLP(0, 4, 4), "num_experts=0"),
+        (lambda: FusedExpertMLP(3.0, 4, 4), "num_experts=3.0"),  # type: ignore[arg-type]
+        (lambda: FusedExpertMLP.from_parameters(nn.Parameter(x), nn.Parameter(x)), r"w2_EDF \(5, 4\) must be"),
         (lambda: FusedExpertMLP(3, 4, 4, backend="triton").forward_saved(x, queue, gates), "on the CPU|needs the triton package"),
     ):
         with pytest.raises(ConfigError, match=text):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.experts_kit import experts
 from torchmoe.dispatch import DispatchQueue
 from torchmoe.errors import ConfigError
-from torchmoe.experts import FusedExpertMLP
+from torchmoe.experts import FusedExpertMLP, RankExperts
 from torchmoe.layer import MoELayer
 from torchmoe.router import Routing, TopKRouter
 
@@ -57,6 +57,46 @@ def test_capacity_drops_the_last_rows_of_an_expert_and_keeps_the_gates() -> None
     assert torch.allclose(y[:2], want[:2], atol=1e-6) and not y[2:].any()
 
 
+@pytest.mark.parametrize("capacity", [1.25, -1, True])
+def test_a_capacity_that_counts_no_rows_is_refused_at_once(capacity: Any) -> None:
+    with pytest.raises(ConfigError, match=f"capacity={capacity} must be a whole number"):
+        layer(capacity=capacity)
+
+
+def test_built_and_called_on_meta_then_materialised() -> None:
+    with torch.device("meta"):
+        module = MoELayer(TopKRouter(8, 4, 2), FusedExpertMLP(4, 8, 6), capacity=3)
+        stage = RankExperts(FusedExpertMLP(2, 8, 6), [1, 3], 4)
+    y, routing = module(torch.empty(2, 5, 8, device="meta"))
+    assert y.is_meta and y.shape == (2, 5, 8) and routing.expert_ids_TK.shape == (10, 2)
+    for part in (module, stage.experts):
+        part.to_empty(device="cpu")
+        for child in part.modules():
+            if isinstance(child, TopKRouter | FusedExpertMLP):
+                child.reset_parameters()
+    assert module(torch.randn(5, 8))[0].isfinite().all()
+    assert stage.local_ids(torch.tensor([[0, 1], [3, -1]])).tolist() == [[-1, 0], [1, -1]]
+
+
+def test_export_with_any_number_of_tokens() -> None:
+    module, tokens = layer(), torch.export.Dim("tokens", min=2, max=100)
+    program = torch.export.export(module, (torch.randn(7, 8),), dynamic_shapes={"x": {0: tokens}}).module()
+    x = torch.randn(13, 8)
+    (y, routing), (want, decided) = program(x), module(x)
+    torch.testing.assert_close(y, want)
+    assert isinstance(routing, Routing) and torch.equal(routing.expert_ids_TK, decided.expert_ids_TK)
+
+
+def test_vmap_equals_a_loop() -> None:
+    module, x = layer(), torch.randn(3, 5, 8)
+    torch.func.vmap(lambda t: module(t)[0])(x).square().sum().backward()
+    got = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    sum(module(t)[0].square().sum() for t in x).backward()  # type: ignore[union-attr]
+    for g, p in zip(got, module.parameters(), strict=True):
+        torch.testing.assert_close(g, p.grad)
+
+
 def test_router_and_experts_of_different_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match="build both for one layer"):
         MoELayer(TopKRouter(8, 5, 2), experts(4, 8, 6))
@@ -91,6 +131,13 @@ def sharded(rank: int, port: int, folder: str) -> None:
         grads = {n: p.grad.full_tensor() for n, p in module.named_parameters() if p.grad is not None}
         torch.save({"y": y.detach(), "grads": grads}, f"{folder}/{E}.{rank}.pt")
     torch.save(expert_parallel_weights(mesh, rank), f"{folder}/dtensor.{rank}.pt")
+    apart = layer(4)
+    fully_shard(apart.experts, mesh=mesh)
+    fully_shard(apart, mesh=mesh)
+    assert torch.equal(apart(x)[0], layer(4)(x)[0])
+    weights = [nn.Parameter(distribute_tensor(torch.randn(4, *s), mesh, [Shard(d)])) for s, d in (((6, 8), 1), ((8, 6), 2))]
+    with pytest.raises(ConfigError, match="an expert must be whole on its rank"):
+        FusedExpertMLP.from_parameters(*weights, nn.Parameter(weights[0].detach().clone())).weights()
     dist.destroy_process_group()
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from torchmoe.errors import ConfigError, RoutingError
 from torchmoe.router import TopKRouter, global_balance_loss, load_counts, sequence_balance_loss, updated_bias, z_loss
@@ -192,6 +193,10 @@ def test_bias_update_pushes_towards_balance_and_ignores_a_common_factor() -> Non
     [
         ({"score": "tanh"}, "tanh"),
         ({"top_k": 9}, "top_k=9"),
+        ({"top_k": 2.0}, "top_k=2.0 must be a whole number"),
+        ({"scale": 0.0}, "scale=0.0"),
+        ({"scale": float("nan")}, "scale=nan"),
+        ({"sequence_loss": -0.1}, "sequence_loss=-0.1"),
         ({"num_groups": 4}, "go together"),
         ({"num_groups": 3, "top_groups": 1}, "must divide"),
         ({"num_groups": 4, "top_groups": 1, "top_k": 3}, "must hold top_k=3"),
@@ -203,6 +208,35 @@ def test_refused_values_are_named(options: dict[str, Any], text: str) -> None:
     arguments = {"top_k": 2, **options}
     with pytest.raises(ConfigError, match=text):
         TopKRouter(4, 8, arguments.pop("top_k"), **arguments)
+
+
+def test_refused_calls_are_named() -> None:
+    router = TopKRouter(4, 8, 2)
+    for call, text in (
+        (lambda: router(torch.ones(3, 4, dtype=torch.long)), "torch.int64"),
+        (lambda: router(torch.ones(3, 4, dtype=torch.complex64)), "complex64"),
+        (lambda: router(torch.ones(3, 4, device="meta")), "on meta and the router on cpu"),
+        (lambda: router.update_bias(torch.zeros(3)), r"counts \(3,\) must be \[8\]"),
+        (lambda: TopKRouter(0, 8, 2), "dim=0"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            call()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_selection_bias_stays_fp32_in_a_cast_module(dtype: torch.dtype) -> None:
+    """At 1.0 a step of 1e-3 is lost in bf16 and fp16 alike; it must not be."""
+    router = TopKRouter(4, 2, 1)
+    router.expert_bias_E = torch.tensor([1.0, 1.0 + 1e-5])
+    cast = nn.Sequential(router).to(dtype)[0]
+    assert cast.weight_ED.dtype == dtype and cast.expert_bias_E.tolist() == torch.tensor([1.0, 1.0 + 1e-5]).tolist()
+    cast.update_bias(torch.tensor([0, 4]), rate=1e-4)
+    assert cast.expert_bias_E[0] > 1.0
+    assert cast.double().expert_bias_E.dtype == torch.float64
+    with torch.device("meta"):
+        empty = TopKRouter(4, 2, 1).to(dtype).to_empty(device="cpu")
+    empty.reset_parameters()
+    assert empty.expert_bias_E.dtype == torch.float32 and not empty.expert_bias_E.any()
 
 
 def test_counts_skip_dropped_slots() -> None:

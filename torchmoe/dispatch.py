@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchmoe.errors import ConfigError, RoutingError
+from torchmoe.errors import ConfigError, RoutingError, check_whole
 from torchmoe.kernels import ops, scheme
 
 __all__ = ["DispatchQueue"]
@@ -67,7 +67,7 @@ class DispatchQueue:
             expert_ids_TK: int32 or int64 [T, K] in [-1, E); -1 is a dropped slot. Other ids count as dropped too, unless
                 ``validate``.
             num_experts: E.
-            capacity: keep only the first rows of each expert, in token order.
+            capacity: keep only the first rows of each expert, in token order; a number of rows, not a factor.
             max_rows: rows of the buffers where the caller knows a bound below T*K; kept slots past it are dropped and
                 ``overflowed`` is set.
             validate: check the ids on the host (a device sync): range, and no expert twice for one token.
@@ -78,13 +78,13 @@ class DispatchQueue:
         """
         _check_ids(expert_ids_TK, num_experts)
         for name, limit in (("capacity", capacity), ("max_rows", max_rows)):
-            if limit is not None and limit < 0:
-                raise ConfigError(f"{name}={limit} must be >= 0; use None for no limit")
+            if limit is not None and not isinstance(limit, torch.SymInt):
+                check_whole(name, limit, 0, "it counts rows; use None for no limit")
         if validate:
             _validate(expert_ids_TK, num_experts)
         T = expert_ids_TK.size(0)
         indices, offsets, index_map, overflowed = ops.build_queue(expert_ids_TK, num_experts, max_rows, backend)
-        if capacity is not None:
+        if capacity is not None and capacity < expert_ids_TK.numel():
             # Ranks come from a first build without a row limit; the ids that survive are built again by the same kernels.
             if max_rows is not None:
                 _, offsets, index_map, _ = ops.build_queue(expert_ids_TK, num_experts, None, backend)
@@ -122,8 +122,8 @@ class DispatchQueue:
                 f"token_ids {tuple(token_ids.shape)} and expert_ids {tuple(expert_ids.shape)} "
                 "must be one list of pairs; pass two [P] tensors"
             )
-        if num_tokens < 0:
-            raise ConfigError(f"num_tokens={num_tokens} must be >= 0; pass the number of rows of x")
+        if not isinstance(num_tokens, torch.SymInt):
+            check_whole("num_tokens", num_tokens, 0, "pass the number of rows of x")
         _check_ids(token_ids[:, None], 1)
         _check_ids(expert_ids[:, None], num_experts)
         inside = (token_ids >= 0) & (token_ids < num_tokens)
@@ -172,10 +172,16 @@ class DispatchQueue:
 
     def gather(self, x_TD: Tensor) -> Tensor:
         """x of each row, [P, D], 0 in rows that do not exist (differentiable; for own expert loops)."""
+        if x_TD.ndim != 2 or x_TD.size(0) != self.num_tokens:
+            raise ConfigError(f"x {tuple(x_TD.shape)} must be [{self.num_tokens}, D], the tokens of this queue")
         return ops.gather(x_TD, *self.index)
 
     def combine(self, y_PD: Tensor, gates: Tensor | None = None) -> Tensor:
         """Sum of gate * row over the slots of each token, [T, D], in fp32 in slot order (differentiable)."""
+        if y_PD.ndim != 2 or y_PD.size(0) != self.num_rows or not y_PD.is_floating_point():
+            raise ConfigError(
+                f"y {tuple(y_PD.shape)} {y_PD.dtype} must be [{self.num_rows}, D] and floating, one row per row of gather(x)"
+            )
         return ops.combine(y_PD, None if gates is None else self.slot_gates(gates), *self.index)
 
 
@@ -184,8 +190,7 @@ def _check_ids(ids: Tensor, num_experts: int) -> None:
         raise ConfigError(f"expert_ids {tuple(ids.shape)} must be [T, K]; flatten batch and sequence first")
     if ids.dtype not in (torch.int32, torch.int64):
         raise ConfigError(f"ids are {ids.dtype}; the rule is int32 or int64, convert with .to(torch.int32)")
-    if num_experts < 1:
-        raise ConfigError(f"num_experts={num_experts} must be >= 1; pass the number of experts these ids speak of")
+    check_whole("num_experts", num_experts, 1, "pass the number of experts these ids speak of")
 
 
 def _validate(ids: Tensor, num_experts: int) -> None:

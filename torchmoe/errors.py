@@ -3,6 +3,10 @@
 A message is one sentence with the value, the rule and the remedy, and it is raised before anything is launched or sent.
 """
 
+from __future__ import annotations
+
+from numbers import Integral
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
@@ -12,6 +16,7 @@ __all__ = [
     "RoutingError",
     "ScheduleError",
     "TorchMoEError",
+    "check_whole",
 ]
 
 
@@ -47,3 +52,13 @@ class PeerLost(ExchangeError):
     """A peer process died or closed its connection. ``peer`` is its global rank where it is known."""
 
     peer: int | None = None
+
+
+def check_whole(name: str, value: object, least: int, remedy: str) -> None:
+    """Refuse what is no whole number of at least ``least``.
+
+    Raises:
+        ConfigError: a float (also 2.0), a bool, a string, or too small.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ConfigError(f"{name}={value!r} must be a whole number >= {least}; {remedy}")

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchmoe.autocast import autocast_enabled
 from torchmoe.costs.experts import ExpertCosts
 from torchmoe.dispatch import DispatchQueue
-from torchmoe.errors import ConfigError
+from torchmoe.errors import ConfigError, check_whole
 from torchmoe.fused_grad import expert_mlp_into_grad
 from torchmoe.kernels import mlp, ops, scheme
 from torchmoe.kernels.activations import is_gated
@@ -106,6 +107,8 @@ class FusedExpertMLP(nn.Module):
         """
         self = cls.__new__(cls)
         nn.Module.__init__(self)
+        if w2_EDF.ndim != 3:
+            raise ConfigError(f"w2_EDF {tuple(w2_EDF.shape)} must be [E, D, F]; stack the down projections of the experts")
         E, D, F = w2_EDF.shape
         self._setup(E, D, F, activation, save, backend, chunk_tokens, layout, save_budget)
         self.fused_grad = fused_grad
@@ -127,8 +130,7 @@ class FusedExpertMLP(nn.Module):
         save_budget: int | None,
     ) -> None:
         for name, value in (("num_experts", num_experts), ("dim", dim), ("hidden_dim", hidden_dim)):
-            if value < 1:
-                raise ConfigError(f"{name}={value} must be >= 1; give the size of the expert block")
+            check_whole(name, value, 1, "give the size of the expert block")
         self.num_experts, self.dim, self.hidden_dim = num_experts, dim, hidden_dim
         self.activation, self.gated = activation, is_gated(activation)
         if save not in (*scheme.SAVE_MODES, "auto"):
@@ -139,8 +141,10 @@ class FusedExpertMLP(nn.Module):
             raise ConfigError("save='auto' needs save_budget, the bytes this module may keep per forward; pass it or name a mode")
         if backend not in BACKENDS:
             raise ConfigError(f"backend={backend!r} is unknown; use one of {', '.join(BACKENDS)}")
-        if chunk_tokens is not None and chunk_tokens < 1:
-            raise ConfigError(f"chunk_tokens={chunk_tokens} must be >= 1; use None for one chunk")
+        if save_budget is not None:
+            check_whole("save_budget", save_budget, 0, "it counts bytes; use None without save='auto'")
+        if chunk_tokens is not None:
+            check_whole("chunk_tokens", chunk_tokens, 1, "use None for one chunk")
         if layout not in scheme.LAYOUTS:
             raise ConfigError(f"layout={layout!r} is unknown; use one of {', '.join(scheme.LAYOUTS)}")
         if layout != "split" and not self.gated:
@@ -195,8 +199,15 @@ class FusedExpertMLP(nn.Module):
                 nn.init.uniform_(value, -bound, bound)
 
     def weights(self) -> scheme.Weights:
-        """The parameters as local tensors in the module's own layout (differentiable)."""
-        found = (self._weight(n) for n in _NAMES)
+        """The parameters as local tensors in the module's own layout (differentiable).
+
+        Raises:
+            ConfigError: DTensors that are not whole experts of this rank.
+        """
+        found = [self._weight(n) for n in _NAMES]
+        given = [w for w in found if w is not None]
+        if any(isinstance(w, DTensor) for w in given):
+            _check_sharding(given)
         return scheme.Weights(*(w.to_local() if isinstance(w, DTensor) else w for w in found))  # type: ignore[arg-type]
 
     def costs(self, top_k: int, *, dtype: torch.dtype | None = None) -> ExpertCosts:
@@ -316,8 +327,7 @@ class FusedExpertMLP(nn.Module):
         for name, t in (("gates", gates), ("the queue", queue.token_index_map), ("the weights", weight)):
             if t.device != x_TD.device:
                 raise ConfigError(f"x is on {x_TD.device} and {name} on {t.device}; move them to one device")
-        device_type = x_TD.device.type
-        if not torch.is_autocast_enabled(device_type) and weight.dtype != x_TD.dtype:
+        if not autocast_enabled(x_TD.device) and weight.dtype != x_TD.dtype:
             raise ConfigError(
                 f"x is {x_TD.dtype} and the weights {weight.dtype}; convert one of them or run under torch.autocast"
             )
@@ -407,6 +417,15 @@ class FusedExpertMLP(nn.Module):
         )
 
 
+def _check_sharding(weights: list[nn.Parameter]) -> None:
+    """DTensor weights are whole experts: all sharded alike, over experts (dimension 0) only."""
+    kinds = {w.placements if isinstance(w, DTensor) else None for w in weights}
+    placements = next(iter(kinds))
+    if len(kinds) > 1 or placements is None or any(p.is_partial() or (p.is_shard() and not p.is_shard(0)) for p in placements):
+        text = ", ".join(sorted(str(k) for k in kinds))
+        raise ConfigError(f"weights are placed as {text}: an expert must be whole on its rank; shard all of them by Shard(0)")
+
+
 class RankExperts:
     """The experts of one rank as an ``ExpertStage``: logical ids in, the ones this rank owns are computed.
 
@@ -432,10 +451,12 @@ class RankExperts:
         if len(set(owned)) != len(owned) or any(not 0 <= e < self.num_experts for e in owned):
             raise ConfigError(f"owned experts {owned} must be distinct and in [0, {self.num_experts}); check the placement")
         self.owned_expert_ids = tuple(owned)
-        # One entry more than experts: ids outside the range (-1 among them) read the last one.
-        table = torch.full((self.num_experts + 1,), -1, dtype=torch.int32)
-        table[torch.tensor(owned, dtype=torch.long)] = torch.arange(len(owned), dtype=torch.int32)
-        self._table = table
+        # One entry more than experts: ids outside the range (-1 among them) read the last one. Made on the host also where a
+        # model is built under torch.device("meta"): it is data, not a parameter to be initialised later.
+        table = [-1] * (self.num_experts + 1)
+        for slot, expert in enumerate(owned):
+            table[expert] = slot
+        self._table = torch.tensor(table, dtype=torch.int32, device="cpu")
 
     def local_ids(self, ids_RK: Tensor) -> Tensor:
         """Local expert of each slot, int32; -1 where the slot is dropped or belongs to another rank."""

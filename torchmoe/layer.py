@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torchmoe.comm.all_to_all import AllToAllExchange
 from torchmoe.comm.token_exchange import TokenExchange
 from torchmoe.dispatch import DispatchQueue
-from torchmoe.errors import ConfigError
+from torchmoe.errors import ConfigError, check_whole
 from torchmoe.experts import FusedExpertMLP
 from torchmoe.router import Routing, TopKRouter
 
@@ -27,8 +28,8 @@ class MoELayer(nn.Module):
         router: gives a :class:`Routing` for x [T, D]; :class:`TopKRouter` or any module with its call.
         experts: the routed experts.
         shared: a module that sees every token, or None.
-        capacity: most rows an expert takes; what comes later in the batch is dropped. None: dropless. With expert parallelism
-            the batch is that of all ranks, in rank order.
+        capacity: most rows an expert takes (a number of rows, not a factor); what comes later in the batch is dropped. None:
+            dropless. With expert parallelism the batch is that of all ranks, in rank order.
         ep_mesh: 1-D mesh over whose ranks the experts are spread, each rank with its own tokens; ``experts`` then holds this
             rank's alone, in blocks of equal size up to one (``torchmoe.placement.contiguous_owners``), in ascending order.
         exchange: instead of ``ep_mesh``: an exchange of your own choice (other owners, hierarchical, simulated ranks).
@@ -64,9 +65,11 @@ class MoELayer(nn.Module):
                 f"the router is for dim={router.dim}, {router.num_experts} experts and the experts for dim={experts.dim}, "
                 f"{total}; build both for one layer"
             )
+        if capacity is not None:
+            check_whole("capacity", capacity, 0, "it counts rows of one expert; use None for no limit")
         self.router, self.experts, self.shared, self.capacity = router, experts, shared, capacity
         self.exchange = exchange
-        self._held()
+        self._check_held()
 
     def forward(
         self,
@@ -89,19 +92,19 @@ class MoELayer(nn.Module):
         if self.exchange is None:
             y_TD = self._experts(x_TD, routing.expert_ids_TK, routing.gates_TK)
         else:
-            self._held()  # before anything is sent
+            if not isinstance(self.experts.w2_EDF, DTensor):  # sharded ones are seen by the experts, when FSDP2 gathered them
+                self._check_held()  # before anything is sent
             here = self.exchange.dispatch(x_TD, routing.expert_ids_TK, routing.gates_TK)
             y_RD = self._experts(here.rows_RD, self.exchange.local_ids(here.expert_ids_RK), here.gates_RK)
             y_TD = self.exchange.combine(y_RD, here)
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
-        return y_TD.reshape(x.shape), routing
+        return y_TD if x.ndim == 2 else y_TD.reshape(x.shape), routing
 
-    def _held(self) -> int:
-        """Experts on this rank.
-
+    def _check_held(self) -> None:
+        """
         Raises:
-            ConfigError: another number than the exchange's owners say.
+            ConfigError: the experts on this rank are not as many as the exchange's owners say.
         """
         held = self.experts.weights().w2.size(0)
         if self.exchange is not None and held != len(self.exchange.local_experts):
@@ -111,12 +114,12 @@ class MoELayer(nn.Module):
                 f"experts holds {held} experts and rank {self.exchange.index} of the exchange owns {mine} of "
                 f"{self.exchange.num_experts}; {remedy}"
             )
-        return held
 
     def _experts(self, x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor) -> Tensor:
         rows = None
         if self.exchange is not None and ids_TK.device.type == "cpu" and self.experts.chunk_tokens is None:
             rows = int((ids_TK >= 0).sum())  # most slots live elsewhere; on the host their number is free to read
-        queue = DispatchQueue.build(ids_TK, self._held(), capacity=self.capacity, max_rows=rows, backend=self.experts.backend)
+        held = self.experts.num_experts if self.exchange is None else len(self.exchange.local_experts)
+        queue = DispatchQueue.build(ids_TK, held, capacity=self.capacity, max_rows=rows, backend=self.experts.backend)
         y_TD: Tensor = self.experts(x_TD, queue, gates_TK)
         return y_TD

@@ -8,14 +8,16 @@ backward, so it exists for own loops as two phases (:func:`load_counts`, then :f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import register_dataclass
 
-from torchmoe.errors import ConfigError, RoutingError
+from torchmoe.autocast import without_autocast
+from torchmoe.errors import ConfigError, RoutingError, check_whole
 
 __all__ = [
     "Routing",
@@ -43,6 +45,10 @@ class Routing:
     aux: Tensor | None = None
 
 
+# A pytree, so that torch.export and hooks that look for tensors in outputs (FSDP2) see into it.
+register_dataclass(Routing, serialized_type_name="torchmoe.router.Routing")
+
+
 class TopKRouter(nn.Module):
     """scores = softmax or sigmoid of x W^T; the K best experts; gates = their scores, normalised and scaled where asked.
 
@@ -60,7 +66,8 @@ class TopKRouter(nn.Module):
         num_groups, top_groups: choose only among the best ``top_groups`` of ``num_groups`` equal groups of experts.
         group_score: a group's score: "top2" (sum of its two best, DeepSeek-V3) or "max" (its best, DeepSeek-V2).
         linear_bias: a bias on the logits (trained).
-        selection_bias: keep ``expert_bias_E`` (fp32 buffer), added to the scores for the choice only, never in the gates.
+        selection_bias: keep ``expert_bias_E``, added to the scores for the choice only, never in the gates. The buffer stays
+            fp32 when the module is cast to bf16 or fp16, whose steps are wider than ``rate``.
         sequence_loss: coefficient of the per-sequence balancing loss in ``Routing.aux``; 0 for none.
         device, dtype: of the weight.
 
@@ -91,7 +98,13 @@ class TopKRouter(nn.Module):
         super().__init__()
         if score not in ("softmax", "sigmoid"):
             raise ConfigError(f"score={score!r} is unknown; use 'softmax' or 'sigmoid'")
-        if not 1 <= top_k <= num_experts:
+        for name, value in (("dim", dim), ("num_experts", num_experts), ("top_k", top_k)):
+            check_whole(name, value, 1, "give the sizes of the layer")
+        if not math.isfinite(scale) or scale <= 0:
+            raise ConfigError(f"scale={scale} must be finite and above 0, or no gate would teach the router; use 1.0 for none")
+        if not math.isfinite(sequence_loss) or sequence_loss < 0:
+            raise ConfigError(f"sequence_loss={sequence_loss} must be finite and not negative; use 0 for no loss")
+        if top_k > num_experts:
             raise ConfigError(f"top_k={top_k} must be in [1, {num_experts}], the number of experts")
         if top_k == 1 and normalize:
             raise ConfigError(
@@ -129,6 +142,14 @@ class TopKRouter(nn.Module):
             if bias is not None:
                 nn.init.zeros_(bias)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
+        bias = self.expert_bias_E
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        now = self.expert_bias_E
+        if bias is not None and now is not None and now.dtype in (torch.bfloat16, torch.float16):
+            self.expert_bias_E = bias.to(now.device)
+        return self
+
     def logits(self, x_TD: Tensor) -> Tensor:
         """x W^T + b, [T, E], multiplied and summed in fp32 (fp64) whatever the dtypes of x and W, also under autocast.
 
@@ -136,9 +157,13 @@ class TopKRouter(nn.Module):
         """
         if x_TD.ndim != 2 or x_TD.size(1) != self.dim:
             raise ConfigError(f"x {tuple(x_TD.shape)} must be [T, {self.dim}]; flatten batch and sequence, and check dim")
+        if not x_TD.is_floating_point():
+            raise ConfigError(f"x is {x_TD.dtype}; the rule is a floating dtype")
+        if x_TD.device != self.weight_ED.device:
+            raise ConfigError(f"x is on {x_TD.device} and the router on {self.weight_ED.device}; move one of them")
         wide = torch.float64 if torch.float64 in (x_TD.dtype, self.weight_ED.dtype) else torch.float32
         weight, bias = _local(self.weight_ED), _local(self.bias_E)
-        with torch.autocast(x_TD.device.type, enabled=False):
+        with without_autocast(x_TD.device):
             out = x_TD.to(wide) @ weight.to(wide).t()
             return out if bias is None else out + bias.to(wide)
 
@@ -206,6 +231,8 @@ class TopKRouter(nn.Module):
         Raises:
             ConfigError: the router has no selection bias.
         """
+        if counts_E.shape != (self.num_experts,):
+            raise ConfigError(f"counts {tuple(counts_E.shape)} must be [{self.num_experts}]; pass load_counts(ids, E)")
         if self.expert_bias_E is None:
             raise ConfigError("this router has selection_bias=False; there is no bias to update")
         self.expert_bias_E.copy_(updated_bias(self.expert_bias_E, counts_E, rate=rate))

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.experts_kit import experts, inputs
 from torchmoe.dispatch import DispatchQueue
+from torchmoe.errors import ConfigError
 from torchmoe.kernels import ops
 from torchmoe.layer import MoELayer
 from torchmoe.recompute import save_routing
@@ -175,8 +176,17 @@ def test_second_derivatives_are_refused_not_wrong() -> None:
     module = experts(4, 6, 8)
     x, gates, _ = inputs(IDS, 6, torch.float32)
     (dx,) = torch.autograd.grad(module(x, DispatchQueue.build(IDS, 4), gates).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"autograd|does not require grad|not been used"):
+    with pytest.raises(ConfigError, match="no second derivative"):
         dx.sum().backward()
+
+
+def test_forward_mode_is_refused_not_silently_zero() -> None:
+    """torch.func.jvp gave the part of the tangent that goes through the gates, without an error."""
+    module, x = MoELayer(TopKRouter(6, 4, 2), experts(4, 6, 8)), torch.randn(5, 6)
+    queue = DispatchQueue.build(torch.tensor([[0, 1]] * 5), 4)
+    for call in (lambda t: module(t)[0], queue.gather, lambda t: queue.combine(t.repeat(2, 1))):
+        with pytest.raises(ConfigError, match="no forward-mode derivative"):
+            torch.func.jvp(call, (x,), (x,))
 
 
 def test_nothing_is_read_after_the_call_returned() -> None:

@@ -10,13 +10,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from torchmoe.errors import ConfigError
 from torchmoe.kernels import mlp, scheme
 from torchmoe.kernels.backends import resolve
 from torchmoe.kernels.blocks import accumulation_dtype
 from torchmoe.kernels.scheme import WEIGHTS
 
 __all__ = ["build_queue", "combine", "expert_mlp", "gather"]
+
+
+def _refuse_forward_mode(what: str, *tensors: Tensor | None) -> None:
+    # An operator without a forward-mode rule drops tangents under torch.func.jvp without a word.
+    if torch.compiler.is_compiling():
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):  # type: ignore[no-untyped-call]
+        raise ConfigError(f"{what} has no forward-mode derivative; use reverse mode (backward, torch.autograd.grad)")
+
 
 # ---- queue
 
@@ -116,6 +127,7 @@ _combine.register_autograd(_combine_backward, setup_context=_combine_context)
 
 def gather(x_TD: Tensor, tokens: Tensor, offsets: Tensor, index_map: Tensor, token_offsets: Tensor | None = None) -> Tensor:
     """x of each row [P, D]; rows that do not exist are 0. Its gradient is :func:`combine` without gates."""
+    _refuse_forward_mode("gather", x_TD)
     out: Tensor = torch.ops.torchmoe.gather(x_TD, tokens, offsets, index_map, token_offsets)
     return out
 
@@ -129,6 +141,7 @@ def combine(
     token_offsets: Tensor | None = None,
 ) -> Tensor:
     """See :func:`torchmoe.kernels.reference.combine`; gates in the order of ``index_map``."""
+    _refuse_forward_mode("combine", y_PD, gates)
     out: Tensor = torch.ops.torchmoe.combine(y_PD, gates, tokens, offsets, index_map, token_offsets)
     return out
 
@@ -298,6 +311,13 @@ def _expert_mlp_backward_rule(ctx: Any, dy: Tensor | None, *_: Tensor | None) ->
 _expert_mlp.register_autograd(_expert_mlp_backward_rule, setup_context=_expert_mlp_context)
 
 
+def _no_second_derivative(ctx: Any, *grads: Any) -> Any:
+    raise ConfigError("the expert MLP has no second derivative; differentiate its output once (no create_graph through it)")
+
+
+_expert_mlp_backward.register_autograd(_no_second_derivative)
+
+
 def _autocast_rule(device_type: str, key: str) -> Callable[..., Any]:
     """Under autocast x and the weights are computed in the autocast dtype; gates keep theirs (their gradient is fp32)."""
 
@@ -332,6 +352,7 @@ def expert_mlp(
     backend: str = "auto",
 ) -> Tensor:
     """y [T, D] of the expert MLP with autograd; ``save="none"`` where no gradient will be asked."""
+    _refuse_forward_mode("the expert MLP", x_TD, gates, *weights)
     y: Tensor = torch.ops.torchmoe.expert_mlp(
         x_TD, gates, *index, expert_indices, *weights, activation, layout, save, chunk_tokens, backend
     )[0]
