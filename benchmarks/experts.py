@@ -9,13 +9,14 @@ eager; GPU, 450 / 430 TFLOP/s and 1.3x / 1.6x Liger (forward / both) on qwen3-30
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -231,10 +232,9 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
         call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "4")  # read at the profiler's first use; below, it prints two lines a run
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+    with _stderr_closed(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         call()
     live = peak = 0
     for event in prof.profiler.kineto_results.events():  # type: ignore[union-attr]
@@ -242,6 +242,19 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
             live += event.nbytes()
             peak = max(peak, live)
     return peak
+
+
+@contextlib.contextmanager
+def _stderr_closed() -> Iterator[None]:
+    """Sends the process's stderr to nowhere: the profiler's library prints two lines a run there, at every log level."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def verdict(rows: list[dict[str, Any]], device: torch.device) -> int:
