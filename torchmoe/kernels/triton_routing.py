@@ -30,7 +30,7 @@ def build_queue(expert_ids_TK: Tensor, num_experts: int, max_rows: int | None = 
     # Twice the bins and pairs need twice the registers.
     shared = {"E": E, "BINS": host.power_of_two(E + 1), "TILE": tile, "num_warps": 4 if E <= 256 else 8}
     host.launch(count_pairs_kernel, (tiles,), device, ids_ptr=ids, counts_ptr=counts, num_pairs=pairs, **shared)
-    # Never narrower: with 4 columns the scan of a [128, 4] tile goes through local memory on one target.
+    # Always 16 columns: one shape of tile, the one that the compile gate checks for all E.
     block_e = 16
     host.launch(
         scan_columns_kernel,
