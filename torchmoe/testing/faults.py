@@ -59,6 +59,7 @@ class FaultyTransport:
         self._inner, self._fault, self._process = transport, fault, process
         self._seen = 0
         self._held: list[tuple[list[P2P], str, _Held]] = []
+        self._first: list[Work] = []  # of two; gloo takes a message back whose handle is dropped
 
     def post(self, communicator: str, ops: Sequence[P2P], what: str) -> Work:
         sends = [op for op in ops if op.side == "send"]
@@ -92,7 +93,7 @@ class FaultyTransport:
             self._held.append((ops, what, handle))
             return handle
         elif kind == "duplicated":
-            self._inner.post(communicator, ops, what)
+            self._first.append(self._inner.post(communicator, ops, what))
         elif kind == "corrupted":
             ops = [op._replace(buffer=_invert(op.buffer.clone(), n)) if op.side == "send" else op for op in ops]
         work = self._inner.post(communicator, ops, what)
