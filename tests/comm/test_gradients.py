@@ -58,3 +58,22 @@ def test_norm_and_clipping_over_both_roles_and_replicas() -> None:
         scale = 0.5 / (r["norm"] + 1e-6)
         for got, want in zip(r["grads"], whole[r["ranks"]], strict=True):
             assert torch.allclose(got, want * scale, rtol=1e-12, atol=0)
+
+
+def rounded(ctx: Any) -> list[torch.Tensor]:
+    """Four gradients of which three vanish beside the first in bf16, summed in bf16 and in fp32."""
+    import torch.distributed as dist
+
+    out = []
+    for dtype in (None, torch.float32):
+        p = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+        p.grad = torch.tensor([256.0 if ctx.rank == 0 else 0.75], dtype=torch.bfloat16)
+        sum_gradients([p], dist.group.WORLD, dtype=dtype)
+        out.append(p.grad)
+    return out
+
+
+def test_narrow_gradients_can_be_summed_in_a_wider_dtype() -> None:
+    for narrow, wide in run_ranks(rounded, 4, backend="gloo"):
+        assert wide.dtype is torch.bfloat16 and float(wide) == float(torch.tensor(258.25).bfloat16())
+        assert abs(float(narrow) - 258.25) >= abs(float(wide) - 258.25)

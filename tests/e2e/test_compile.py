@@ -16,6 +16,7 @@ def train(ctx: Any, enable: bool) -> dict[str, Any]:
 
     from torch._dynamo.utils import counters
     from torchtitan.config import CompileConfig
+    from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
     from tests.e2e.recipe import RECIPE
     from torchmoe.titan.data import NoData
@@ -25,6 +26,7 @@ def train(ctx: Any, enable: bool) -> dict[str, Any]:
     config = RECIPE.disaggregated([1], [1])
     config.dataloader = NoData.Config()
     config.compile = CompileConfig(enable=enable, components=["model", "loss"])
+    config.activation_checkpoint = SelectiveAC.Config()  # compile traces through it, as in torchtitan's own recipes
     trainer = config.build()
     logged: list[tuple[float, float]] = []
     trainer.metrics_processor.log = lambda step, loss, largest, norm, **_: logged.append((loss, norm))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torchmoe.errors import PeerLost
+from torchmoe.errors import ConfigError, PeerLost
 from torchmoe.testing import run_ranks
 from torchmoe.testing.ranks import RankFailure
 from torchmoe.titan.preload import start
@@ -88,3 +88,28 @@ def test_an_error_of_one_rank_is_named_by_the_others() -> None:
     assert isinstance(results[3].error, ValueError)
     check_survivors(results, 3, results[3].seconds, within=10)
     assert all("gave up first: ValueError: out of cheese" in str(results[r].error) for r in range(3))
+
+
+def idle(ctx: Any) -> None:
+    """Both attention ranks are without tokens in some micro-batch."""
+    from tests.e2e import recipe as recipes
+    from torchmoe.titan.data import NoData
+    from torchmoe.titan.parity import IDLE
+    from torchmoe.titan.parity_data import Tokens
+
+    config = recipes.sharded()
+    config.dataloader = NoData.Config()
+    trainer = config.build()
+    trainer.step = 1
+    trainer.train_step(iter(Tokens(IDLE).microbatches(1)))
+
+
+def test_a_rank_without_tokens_cannot_hold_shards_and_says_so() -> None:
+    start()
+    results = run_ranks(idle, 4, backend="gloo", timeout=60, check=False)
+    for rank in (0, 1):
+        assert (
+            isinstance(results[rank].error, ConfigError) and f"{NAMES[rank]} has no token of a micro-batch" in results[rank].text
+        )
+    for rank in (2, 3):
+        assert isinstance(results[rank].error, PeerLost) and "gave up first: ConfigError" in results[rank].text

@@ -88,6 +88,8 @@ CASES: dict[str, tuple[list[str], str]] = {
     ),
     "accumulation over half a batch": (["--training.global_batch_size", "24"], "global_batch_size=24"),
     "sequences longer than the positions": (["--training.seq_len", "8192"], "seq_len=8192 is more than the 4096 positions"),
+    "weights on the host": (["--training.enable_cpu_offload"], "training.enable_cpu_offload: a disaggregated run"),
+    "compute in another dtype": (["--training.mixed_precision_param", "bfloat16"], "mixed_precision_param='bfloat16' with"),
     "shards that ride": (
         ["--disag.shard_attention", "--disag.residual", "ride"],
         "disag.shard_attention with disag.residual='ride'",

@@ -36,6 +36,9 @@ DISAG = DisagConfig(attention=[1, 1], ffn=[2, 1])
 def test_a_debug_recipe_of_torchtitan_is_taken_with_its_own_settings(recipe: Any) -> None:
     before = recipe()
     config = disaggregate(before, DISAG)
+    with pytest.raises(ConfigError, match=r"mixed_precision_param='bfloat16' with training\.dtype='float32'"):
+        check_config(config)
+    config.training.mixed_precision_param = "float32"
     placement = check_config(config)
     assert (placement.world_size, placement.num_experts) == (5, before.model_spec.model.layers[-1].moe.num_experts)
     assert isinstance(config, DisagTrainer.Config) and config.model_spec.pipelining_fn is split_pipeline
@@ -48,6 +51,7 @@ def test_a_debug_recipe_of_torchtitan_is_taken_with_its_own_settings(recipe: Any
 def test_degrees_of_the_recipe_become_groups_of_the_layout() -> None:
     before = deepseek_v3_debugmodel()
     before.parallelism.expert_parallel_degree, before.parallelism.data_parallel_shard_degree = 4, 8
+    before.training.mixed_precision_param = "float32"
     check_config(disaggregate(before, DISAG))
     assert before.parallelism.expert_parallel_degree == 4
 

@@ -21,10 +21,13 @@ def _local(t: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sum_gradients(parameters: Iterable[Tensor], group: Any) -> None:
+def sum_gradients(parameters: Iterable[Tensor], group: Any, *, dtype: torch.dtype | None = None) -> None:
     """One flat all-reduce (sum) per dtype over ``group``; a missing gradient counts as zeros, as on a rank without tokens.
 
     Every rank of the group passes the same parameters in the same order.
+
+    Args:
+        dtype: narrower gradients are summed in this dtype, at its bytes on the wire.
     """
     buckets: dict[torch.dtype, list[Tensor]] = {}
     for p in parameters:
@@ -35,6 +38,8 @@ def sum_gradients(parameters: Iterable[Tensor], group: Any) -> None:
         buckets.setdefault(p.grad.dtype, []).append(_local(p.grad))
     for grads in buckets.values():
         flat = torch.cat([g.reshape(-1) for g in grads])
+        if dtype is not None:
+            flat = flat.to(torch.promote_types(flat.dtype, dtype))
         dist.all_reduce(flat, group=group)
         at = 0
         for g in grads:

@@ -178,6 +178,13 @@ def check_config(config: Any) -> Placement:
             f"training.global_batch_size={training.global_batch_size} (sequences of an optimizer step) is not a multiple of "
             f"training.local_batch_size={batch}, which counts those of the whole run here; change one of them"
         )
+    if training.mixed_precision_param != training.dtype:
+        raise ConfigError(
+            f"training.mixed_precision_param={training.mixed_precision_param!r} with training.dtype={training.dtype!r}: "
+            "a disaggregated run keeps weights and computes in one dtype; set both to the same"
+        )
+    if training.enable_cpu_offload:
+        raise ConfigError("training.enable_cpu_offload: a disaggregated run keeps its weights on the device; set it to False")
     longest = config.model_spec.model.max_seq_len
     if training.seq_len > longest:
         raise ConfigError(f"training.seq_len={training.seq_len} is more than the {longest} positions of the model; lower it")

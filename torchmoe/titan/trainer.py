@@ -213,6 +213,8 @@ class DisagTrainer(Trainer):
         loss = torch.zeros((), dtype=torch.float64)
         valid, shapes = self._announce(groups)
         kwargs = {"global_valid_tokens": torch.tensor(valid, device=self.device)}
+        if self.config.disag.shard_attention:
+            self._refuse_idle_shards(shapes)
         for group, lengths in zip(groups, shapes, strict=True):
             losses: list[Tensor] | None = [] if self.pp_has_last_stage else None
             with self.train_context():
@@ -235,6 +237,17 @@ class DisagTrainer(Trainer):
                 times.append(0.0)
             loss_value, extra = totals["loss"], {"n_tokens_seen": self.ntokens_seen, **lr_metrics}
             self.metrics_processor.log(self.step, loss_value, loss_value, grad_norm, extra_metrics=extra)
+
+    def _refuse_idle_shards(self, shapes: Sequence[Sequence[Lengths]]) -> None:
+        """FSDP2 reduces the gradients of a micro-batch over the group: a rank without tokens would have none to bring."""
+        placement, where = self.roles.placement, self.roles.where
+        for lengths in (each for group in shapes for each in group):
+            mine = placement.sequences(where.group, where.index, len(lengths), where.replica)
+            if not sum(lengths[mine.start : mine.stop]):
+                raise ConfigError(
+                    f"disag.shard_attention: {self.roles.say(self.roles.rank)} has no token of a micro-batch with sequences of "
+                    f"{list(lengths)} tokens; give every attention rank some, or use shard_attention=False"
+                )
 
     def _announce(self, groups: Sequence[Sequence[Batch]]) -> tuple[int, list[list[Lengths]]]:
         """(labels that count, lengths of the sequences of every micro-batch), which FFN ranks with the head must hear of."""
@@ -271,12 +284,13 @@ class DisagTrainer(Trainer):
 
     def _reduce(self) -> float:
         """Sum the gradients over the ranks that share the parameters, clip by the norm over both roles; returns the norm."""
+        wide = TORCH_DTYPE_MAP[self.config.training.mixed_precision_reduce]
         for shared in self.sums:
             for p in shared.parameters:
                 if p.requires_grad and p.grad is None:
                     p.grad = torch.zeros_like(p)
             if len(shared.ranks) > 1:
-                sum_gradients(shared.parameters, self.roles.groups[shared.ranks])
+                sum_gradients(shared.parameters, self.roles.groups[shared.ranks], dtype=wide)
         parameters = [p for shared in self.sums for p in shared.parameters]
         counted = [p for shared in self.sums if shared.counted for p in shared.parameters]
         return float(clip_by_global_norm(parameters, self.config.training.max_norm, counted=counted))
