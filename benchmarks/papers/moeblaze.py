@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from benchmarks.papers.record import Check
+from benchmarks.papers.record import Check, Paper
 from torchmoe.costs import ExpertCosts, moeblaze
 
 __all__ = ["CONFIGURATIONS", "checks"]
+
+check = Paper("MoEBlaze")
 
 MB, MIB = 1e6, 2**20
 
@@ -36,22 +38,19 @@ def _saved(conf: int, *, glu: bool, itemsize: int, kept: str) -> float:
 
 def checks() -> list[Check]:
     out = [
-        Check(
-            paper="MoEBlaze",
-            item="routed-token buffer, 2M tokens, d 6144, k 4, bf16",
-            published=94,
-            computed=moeblaze.routed_bytes(tokens=2_000_000, dim=6144, top_k=4) / 1e9,
+        check(
+            "routed-token buffer, 2M tokens, d 6144, k 4, bf16",
+            94,
+            moeblaze.routed_bytes(tokens=2_000_000, dim=6144, top_k=4) / 1e9,
             unit="GB",
             expected="close",
             note="91.6 in GiB; the paper says about 94 GB",
         ),
-        Check(
-            paper="MoEBlaze",
-            item="FFN intermediate, 2M tokens, h 24576, bf16",
-            published=98,
-            computed=moeblaze.intermediate_bytes(tokens=2_000_000, expert_dim=24576) / 1e9,
+        check(
+            "FFN intermediate, 2M tokens, h 24576, bf16",
+            98,
+            moeblaze.intermediate_bytes(tokens=2_000_000, expert_dim=24576) / 1e9,
             unit="GB",
-            expected="equal",
         ),
     ]
     # the paper prints two memory values; its dtype is not stated, so every reading is shown
@@ -64,14 +63,15 @@ def checks() -> list[Check]:
         for label, itemsize, kept in readings:
             value = _saved(conf, glu=glu, itemsize=itemsize, kept=kept) / MIB
             out.append(
-                Check(
-                    paper="MoEBlaze",
-                    item=f"saved memory, conf{conf} {name}: {label}",
-                    published=published,
-                    computed=value,
+                check(
+                    f"saved memory, conf{conf} {name}: {label}",
+                    published,
+                    value,
                     unit="MiB",
                     expected="differs" if itemsize == 2 else ("equal" if conf == 4 else "close"),
-                    note="only the fp32 reading meets both printed values" if itemsize == 4 else "",
+                    note="a reading found by looking for one that meets both values: no evidence of its own"
+                    if itemsize == 4
+                    else "",
                 )
             )
     for conf, (tokens, d, experts, k) in enumerate(CONFIGURATIONS, 1):
@@ -81,25 +81,13 @@ def checks() -> list[Check]:
             ours[dtype] = costs.saved_bytes(tokens) / MIB
         index = moeblaze.index_bytes(tokens=tokens, num_experts=experts, top_k=k) / MIB
         out.append(
-            Check(
-                paper="MoEBlaze",
-                item=f"conf{conf} SwiGLU, ours (save='preact')",
-                published="not printed",
-                computed=None,
-                expected="not computable",
+            check.unknown(
+                f"conf{conf} SwiGLU, ours (save='preact')",
+                "not printed",
                 note=f"ours bf16 {ours['bf16']:,.0f} MiB, fp32 {ours['fp32']:,.0f} MiB; Algorithm 1 bf16 "
                 f"{_saved(conf, glu=True, itemsize=2, kept='listing') / MIB:,.0f} MiB; its index lists {index:.2f} MiB",
             )
         )
     for item in ("speed-up 1.4-3.7x (SiLU)", "speed-up 2-6.2x (SwiGLU)"):
-        out.append(
-            Check(
-                paper="MoEBlaze",
-                item=item,
-                published="printed as bars",
-                computed=None,
-                expected="not computable",
-                note="needs a GPU and MegaBlocks: python -m benchmarks.moeblaze_table",
-            )
-        )
+        out.append(check.unknown(item, "printed as bars", note="needs a GPU and MegaBlocks: python -m benchmarks.moeblaze_table"))
     return out

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from benchmarks.papers.record import Check, Verdict
+from benchmarks.papers.record import Check, Paper, Verdict
 from torchmoe.alloc.planner import plan
 from torchmoe.alloc.presets import cluster_preset, model_preset
 from torchmoe.alloc.specs import Workload
 from torchmoe.costs import ModelShape, piper
 
 __all__ = ["checks"]
+
+check = Paper("Piper")
 
 GIB = 2**30
 PEAK = 191.5  # TFLOP/s per GCD
@@ -46,120 +48,48 @@ def _memory_printed() -> list[Check]:
         moved = piper.migration_bytes(num_experts=experts, dim=d, expert_dim=width)
         value = moved / (1e9 if unit == "GB" else GIB)
         both = f"{moved / 1e9:.2f} GB = {moved / GIB:.2f} GiB"
-        out.append(
-            Check(
-                paper="Piper",
-                item=f"Table IV {name}, moved per GPU",
-                published=gb,
-                computed=value,
-                unit=unit,
-                expected="equal",
-                note=both + "; the table mixes both units",
-            )
-        )
+        out.append(check(f"Table IV {name}, moved per GPU", gb, value, unit=unit, note=both + "; the table mixes both units"))
         seconds = (value * 1e9) / piper.MIGRATION_BANDWIDTH
-        out.append(
-            Check(
-                paper="Piper",
-                item=f"Table IV {name}, latency at 50 GB/s",
-                published=ms,
-                computed=seconds * 1e3,
-                unit="ms",
-                expected="equal",
-            )
-        )
+        out.append(check(f"Table IV {name}, latency at 50 GB/s", ms, seconds * 1e3, unit="ms"))
     return out
 
 
 def _arithmetic() -> list[Check]:
-    out = [
-        Check(
-            paper="Piper",
-            item=f"MFU of {name} at {tflops} TFLOP/s",
-            published=mfu,
-            computed=tflops / PEAK * 100,
-            unit="%",
-            expected="equal",
-        )
-        for name, tflops, mfu in MFU
-    ]
+    out = [check(f"MFU of {name} at {tflops} TFLOP/s", mfu, tflops / PEAK * 100, unit="%") for name, tflops, mfu in MFU]
     for gpus, experts, billions, tflops in WEAK:
         two, three = (
             piper.family_params(dim=5120, expert_dim=20480, num_layers=32, num_experts=experts, matrices=m) / 1e9 for m in (2, 3)
         )
         out.append(
-            Check(
-                paper="Piper",
-                item=f"weak scaling, parameters on {gpus} GPUs (E {experts})",
-                published=billions,
-                computed=two,
+            check(
+                f"weak scaling, parameters on {gpus} GPUs (E {experts})",
+                billions,
+                two,
                 unit="B",
                 expected="close" if gpus == 1024 else "equal",
                 note=f"two matrices per expert; three would be {three:.0f} B; MFU {tflops / PEAK:.1%}",
             )
         )
-    out.append(
-        Check(
-            paper="Piper",
-            item="weak-scaling efficiency 64 to 1024 GPUs",
-            published=73,
-            computed=WEAK[-1][3] / WEAK[0][3] * 100,
-            unit="%",
-            expected="equal",
-        )
-    )
+    out.append(check("weak-scaling efficiency 64 to 1024 GPUs", 73, WEAK[-1][3] / WEAK[0][3] * 100, unit="%"))
     ratios = [p / x for _, _, _, x, p, _ in FIGURE_13]
     out.append(
-        Check(
-            paper="Piper",
-            item="claim 2-3.5x over X-MoE, smallest",
-            published=2.0,
-            computed=min(ratios),
+        check(
+            "claim 2-3.5x over X-MoE, smallest",
+            2.0,
+            min(ratios),
             unit="x",
             expected="close",
             note="from its own figure 13; other numbers of GPUs for X-MoE",
         )
     )
     out.append(
-        Check(
-            paper="Piper",
-            item="claim 2-3.5x over X-MoE, largest",
-            published=3.5,
-            computed=max(ratios),
-            unit="x",
-            expected="close",
-            note="from its own figure 13",
-        )
+        check("claim 2-3.5x over X-MoE, largest", 3.5, max(ratios), unit="x", expected="close", note="from its own figure 13")
     )
+    out.append(check("X-MoE 545B MFU", 5.23, 10.20 / PEAK * 100, unit="%", expected="close", note="10.20 TFLOP/s of figure 13"))
+    out.append(check.unknown("claim -45 %", "-45 %", note="the public notes do not say of what: no table or equation gives it"))
     out.append(
-        Check(
-            paper="Piper",
-            item="X-MoE 545B MFU",
-            published=5.23,
-            computed=10.20 / PEAK * 100,
-            unit="%",
-            expected="close",
-            note="10.20 TFLOP/s of figure 13",
-        )
-    )
-    out.append(
-        Check(
-            paper="Piper",
-            item="claim -45 %",
-            published="-45 %",
-            computed=None,
-            expected="not computable",
-            note="the public notes do not say of what: no table or equation gives it",
-        )
-    )
-    out.append(
-        Check(
-            paper="Piper",
-            item="HALO 1.1-9x over RCCL",
-            published="printed as bars",
-            computed=None,
-            expected="not computable",
-            note="needs Frontier; emulated nodes: python -m benchmarks.halo",
+        check.unknown(
+            "HALO 1.1-9x over RCCL", "printed as bars", note="needs Frontier; emulated nodes: python -m benchmarks.halo"
         )
     )
     return out
@@ -193,42 +123,23 @@ def _feasibility() -> list[Check]:
     for size, name, billions, _, _, gpus in FIGURE_13:
         shape = model_preset(name)
         out.append(
-            Check(
-                paper="Piper",
-                item=f"parameters of {name}",
-                published=billions,
-                computed=shape.num_params / 1e9,
+            check(
+                f"parameters of {name}",
+                billions,
+                shape.num_params / 1e9,
                 unit="B",
                 expected="close",
                 note="two matrices per expert, no embeddings; shapes as X-MoE prints them",
             )
         )
         verdict, note = _fits(shape, gpus)
-        out.append(
-            Check(
-                paper="Piper",
-                item=f"run of {size} on {gpus} GPUs",
-                published="fits",
-                computed=verdict,
-                expected=expected.get(name, "equal"),
-                note=note,
-            )
-        )
+        out.append(check(f"run of {size} on {gpus} GPUs", "fits", verdict, expected=expected.get(name, "equal"), note=note))
     for gpus, experts, billions, _ in WEAK:
         shape = ModelShape(
             name=f"weak-{gpus}", num_layers=32, dim=5120, num_heads=40, num_experts=experts, top_k=2, expert_dim=20480, glu=False
         )
         verdict, note = _fits(shape, gpus)
-        out.append(
-            Check(
-                paper="Piper",
-                item=f"run of {billions:g}B on {gpus} GPUs",
-                published="fits",
-                computed=verdict,
-                expected="equal",
-                note=note,
-            )
-        )
+        out.append(check(f"run of {billions:g}B on {gpus} GPUs", "fits", verdict, note=note))
     return out
 
 

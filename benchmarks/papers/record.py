@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Check", "Verdict"]
+__all__ = ["Check", "Paper", "Verdict"]
 
 Verdict = Literal["equal", "close", "differs", "not computable"]
 EQUAL, CLOSE = 0.01, 0.15
@@ -61,3 +61,26 @@ class Check:
         d = "" if self.deviation is None else f"{self.deviation:+.1%}"
         changed = "" if self.verdict == self.expected else f"  CHANGED (was {self.expected})"
         return [self.paper, self.item, text(self.published), text(self.computed), self.unit, d, self.verdict + changed, self.note]
+
+
+@dataclass(frozen=True)
+class Paper:
+    """Makes the checks of one paper."""
+
+    name: str
+
+    def __call__(
+        self,
+        item: str,
+        published: float | tuple[float, float] | str,
+        computed: float | str | None,
+        *,
+        expected: Verdict = "equal",
+        unit: str = "",
+        note: str = "",
+    ) -> Check:
+        return Check(paper=self.name, item=item, published=published, computed=computed, expected=expected, unit=unit, note=note)
+
+    def unknown(self, item: str, published: float | tuple[float, float] | str, note: str) -> Check:
+        """A figure that cannot be computed here, and why."""
+        return self(item, published, None, expected="not computable", note=note)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from torchmoe.__main__ import main
 from torchmoe.alloc.colocated import ColocatedCosts
 from torchmoe.alloc.planner import capacity, plan
 from torchmoe.alloc.presets import cluster_preset, model_preset
-from torchmoe.alloc.roofline import Roofline, plot_roofline
+from torchmoe.alloc.roofline import Roofline
 from torchmoe.alloc.search import Trial, local_search, search_allocations
 from torchmoe.alloc.specs import Workload
 from torchmoe.costs import piper
@@ -123,12 +124,38 @@ def test_a_split_moves_the_turning_points_apart() -> None:
         replace(r, nics_f=0)
 
 
-def test_the_plot_is_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_every_picture_is_drawn_and_is_the_same_again(tmp_path: Path, capsys: pytest.CaptureFixture[str], ending: str) -> None:
     pytest.importorskip("matplotlib", reason="draws")
-    w = Workload(seq_len=4096, micro_batch=8, global_batch=256)
-    r = Roofline(cluster_preset("h800x32"), model_preset("qwen3-235b"), w, 20, 12, 16, 16)
-    plot_roofline(r, [4096, 32768], tmp_path / "r.png")
-    assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
+    lines = {
+        "plan": ["plan", "--cluster", "h200x8", "--model", "qwen3-30b", "--batch", "64"],
+        "lengths": ["plan", "--cluster", "h200x8", "--model", "qwen3-30b", "--batch", "64", "--lengths", "4096,8192"],
+        "capacity": ["capacity", "--cluster", "frontierx8", "--model", "xmoe-small", "--batch", "32"],
+        "roofline": ["roofline", "--cluster", "h800x32", "--model", "qwen3-235b", "--split", "20:12", "--nics", "16:16"],
+    }
+    if ending == "png":
+        lines["simulate"] = ["simulate", "--cluster", "h800x16", "--model", "deepseek-moe", "--batch", "64"]
+    for name, line in lines.items():
+        files = [tmp_path / f"{name}{i}.{ending}" for i in range(2 if name == "plan" else 1)]
+        for file in files:
+            assert main([*line, "--plot", str(file)]) == 0
+            assert f"wrote {file}" in capsys.readouterr().out
+        seen = [f.read_bytes() for f in files]
+        assert all(b == seen[0] for b in seen) and len(seen[0]) > 5000
+        assert seen[0].startswith(b"\x89PNG" if ending == "png" else b"<?xml")
+
+
+def test_plots_that_cannot_be_drawn_are_refused_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = ["plan", "--cluster", "h200x8", "--model", "qwen3-30b", "--batch", "64", "--plot"]
+    for file, text in ((tmp_path / "x.bmp", ".png, .svg, .pdf"), (tmp_path / "no" / "x.png", "there is no folder")):
+        assert main([*line, str(file)]) == 2
+        out = capsys.readouterr()
+        assert text in out.err and not out.out
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main([*line, str(tmp_path / "x.png")]) == 2
+    assert "torchmoe[viz]" in capsys.readouterr().err
 
 
 # ---- local search
@@ -241,9 +268,109 @@ def test_simulate_compares_schedules(capsys: pytest.CaptureFixture[str]) -> None
         (["plan", "--cluster", "h800x8", "--model", "qwen3-30b", "--profile", "none.json"], "none.json"),
         (["roofline", "--cluster", "h800x8", "--model", "qwen3-30b", "--split", "8"], "--split"),
         (["simulate"], "--preset"),
+        (["simulate", "--preset", "128-h800", "--seq", "0"], "seq_len=0"),
+        (["plan", "--cluster", "h800x0", "--model", "qwen3-30b"], "no cluster preset"),
+        (["plan", "--cluster", "h800x²", "--model", "qwen3-30b"], "no cluster preset"),
+        (["plan", "--cluster", "h800x99999992", "--model", "qwen3-30b"], "at most 10 million"),
+        (["plan", "--cluster", "h800x8", "--model", "qwen3-30b", "--batch", "0"], "global_batch=0"),
+        (["plan", "--cluster", "h800x8", "--model", "qwen3-30b", "--batch", "64", "--micro", "3"], "--micro 3"),
+        (["plan", "--cluster", "h800x8", "--model", "qwen3-30b", "--batch", "64", "--lengths", "0"], "--lengths '0'"),
+        (["plan", "--cluster", "h800x8", "--model", "qwen3-30b", "--dtype", "int4"], "no peak for dtype 'int4'"),
+        (["plan", "--cluster", "h800x8", "--model", "qwen3-30b", "--top", "0"], "--top 0"),
+        (["plan", "--cluster", "h800x8", "--model", "qwen3-30b", "--emit", "x.txt"], "started as a module"),
+        (["plan", "--cluster", "h800x8", "--model", "qwen3-30b", "--lengths", "4096", "--emit", "x.py"], "there is no one plan"),
+        (["plan", "--cluster", "h800x8", "--model", "xmoe-small", "--batch", "64", "--save", "half"], "save='half'"),
+        (["roofline", "--cluster", "h800x8", "--model", "qwen3-30b", "--split", "nan:1"], "positive numbers"),
+        (["roofline", "--cluster", "h800x8", "--model", "qwen3-30b", "--split", "1.5:2"], "whole GPUs"),
+        (["roofline", "--cluster", "h800x8", "--model", "qwen3-30b", "--split", "20:12"], "together at most 8"),
+        (["capacity", "--cluster", "h800x1", "--model", "deepseek-v3", "--batch", "8"], "itself does not fit"),
+        (["profile", "--out", "missing/platform.json"], "cannot write"),
     ],
 )
 def test_refused_inputs_are_one_line_and_exit_2(line: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line) == 2
     err = capsys.readouterr().err
     assert err.startswith("torchmoe: ") and text in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"colour": "red"}, "no key 'colour'"),
+        ({"nics_per_node": 0}, "nics_per_node=0 cannot reach"),
+        ({"nics_per_node": "8"}, "nics_per_node='8' must be a whole number"),
+        ({"nic_bandwidth": 400}, "has no unit"),
+        ({"nic_bandwidth": None}, "not a quantity"),
+        ({"intra_bandwidth": "5 us"}, "is not a unit of bytes/s"),
+        ({"gpu": 5}, "not from 5"),
+        ({"gpu": "h900"}, "no GPU preset"),
+        ({"nodes": 2.5}, "must be a whole number"),
+        ({"nodes": True}, "must be a whole number"),
+        ({"network_efficiency": "much"}, "must be a number"),
+        ({"name": None}, "must be text"),
+        ({"reserved_bytes": "200 GiB"}, "leaves nothing"),
+    ],
+)
+def test_a_wrong_cluster_file_is_refused_in_one_line(
+    change: dict[str, object], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({**cluster_preset("h800x16").to_dict(), **change}))
+    assert main(["plan", "--cluster", str(file), "--model", "qwen3-30b", "--batch", "64"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("torchmoe: ") and text in err and err.count("\n") == 1
+
+
+def test_files_that_are_no_text_or_no_model_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    binary, listed, model = tmp_path / "b.json", tmp_path / "l.yaml", tmp_path / "m.json"
+    binary.write_bytes(bytes(range(128, 256)))
+    listed.write_text("- 1\n- 2\n")
+    good = {"name": "x", "num_layers": 2, "dim": 64, "num_heads": 4, "num_experts": 8, "top_k": 2, "expert_dim": 64}
+    for change, text in (
+        ({"windows": 5}, "windows=5 must be a list"),
+        ({"top_k": "2"}, "must be a whole"),
+        ({"top_k": 9}, "top_k=9"),
+    ):
+        model.write_text(json.dumps({**good, **change}))
+        assert main(["plan", "--cluster", "h800x8", "--model", str(model), "--batch", "64"]) == 2
+        assert text in capsys.readouterr().err
+    hf = {"model_type": "mixtral", "hidden_size": 64, "num_attention_heads": 0}
+    model.write_text(json.dumps(hf))
+    for line, text in (
+        (["--cluster", str(binary), "--model", "qwen3-30b"], "is not text"),
+        (["--cluster", str(listed), "--model", "qwen3-30b"], "not a mapping"),
+        (["--cluster", "h800x8", "--model", "qwen3-30b", "--profile", str(binary)], "is not text"),
+        (["--cluster", "h800x8", "--model", str(model)], "num_attention_heads=0"),
+    ):
+        assert main(["plan", *line, "--batch", "64"]) == 2
+        assert text in capsys.readouterr().err
+
+
+def test_a_profile_of_another_dtype_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = [[1.0, 0.5]]
+    kernels = {"attention 64": one, "gemm": one, "grouped_gemm": one}
+    data = {
+        "torchmoe_profile": 2,
+        "device": "x",
+        "dtype": "fp32",
+        "peak": "1e9 FLOP/s",
+        "kernels": kernels,
+        "links": {},
+        "fits": [],
+    }
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps({**data, "environment": {}}))
+    line = ["plan", "--cluster", "h800x8", "--model", "qwen3-30b", "--batch", "64", "--profile", str(file)]
+    assert main(line) == 2
+    assert "--dtype fp32" in capsys.readouterr().err
+    assert main([*line, "--dtype", "fp32"]) == 0
+    assert "measured on x in fp32" in capsys.readouterr().out
+
+
+def test_a_solver_out_of_time_says_its_gap() -> None:
+    from torchmoe.alloc.allocator import RooflineAllocator
+
+    w = Workload(seq_len=4096, micro_batch=8, global_batch=256)
+    a = RooflineAllocator(cluster_preset("h800x16"), model_preset("deepseek-moe"), w).solve()
+    assert "stopped early" not in a.explain()
+    assert "at most 5.00% from the best" in replace(a, gap=0.05).explain()

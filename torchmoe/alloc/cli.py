@@ -17,7 +17,7 @@ from torchmoe.alloc.models import MoESpec
 from torchmoe.alloc.planner import Plan, PlanReport, capacity, plan
 from torchmoe.alloc.presets import cluster_presets, model_presets
 from torchmoe.alloc.report import Progress, print_table
-from torchmoe.alloc.roofline import Roofline, plot_roofline
+from torchmoe.alloc.roofline import Roofline
 from torchmoe.alloc.specs import ClusterSpec, Workload
 from torchmoe.errors import ConfigError, TorchMoEError
 
@@ -51,12 +51,20 @@ def _common(p: argparse.ArgumentParser, *, required: bool = True) -> None:
     p.add_argument("--model", required=required, help=f"a preset ({', '.join(model_presets())}), sizes in JSON, or config.json")
     p.add_argument("--seq", type=int, default=None if not required else 4096, help="tokens per sequence")
     p.add_argument("--batch", type=int, default=None if not required else 512, help="sequences per optimizer step")
-    p.add_argument("--micro", type=int, action="append", default=[], help="sequences per micro-batch to try (repeatable)")
+    p.add_argument(
+        "--micro",
+        type=int,
+        action="append",
+        default=[],
+        help="sequences per micro-batch to try (repeatable): of a pipeline for split plans, of a GPU for colocated ones",
+    )
+    p.add_argument("--dtype", default="bf16", help="of the products; the GPU must have a peak for it")
     p.add_argument("--recompute", choices=["auto", "none", "full"], default="auto")
     p.add_argument("--save", choices=["auto", "input", "half", "preact", "all"], default="auto")
     p.add_argument("--shard-optimizer", action="store_true", help="spread optimizer state over equal ranks")
     p.add_argument("--profile", help="platform profile that `profile` wrote: measured efficiencies instead of assumed ones")
     p.add_argument("--json", action="store_true", help="machine-readable output")
+    p.add_argument("--plot", metavar="FILE", help="draw the result: .png, .svg or .pdf (needs matplotlib)")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--simulate", action="store_true", help="run the split plan through the simulator")
     p.add_argument("--lengths", help="comma-separated sequence lengths: a table that says when to re-split")
     p.add_argument("--ffn-cluster", help="a second pool, of another GPU kind, for the experts")
+    p.add_argument("--solver-seconds", type=float, default=60.0, help="then the best split found counts, and its gap is said")
     p.add_argument("--emit", metavar="FILE.py", help="write the torchtitan recipe of the best runnable plan")
     p.add_argument("--kind", choices=["auto", "split", "colocated"], default="auto", help="which plan --emit writes")
     p.set_defaults(run=_plan)
@@ -92,7 +101,6 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--nics", metavar="A:F", help="NICs of both roles (default: as the GPUs)")
     p.add_argument("--lengths", default="4096,8192,16384,32768")
     p.add_argument("--mode", choices=["exact", "paper"], default="exact")
-    p.add_argument("--plot", metavar="FILE.png")
     p.set_defaults(run=_roofline)
     p = sub.add_parser(
         "simulate", help="AF-Pipe and colocated schedules in simulated time", epilog=_SIMULATE, formatter_class=raw
@@ -117,6 +125,10 @@ def main(argv: Sequence[str]) -> int:
         if argv[:1] == ["simulate"] and "--costs" in argv:
             return _simulate_costs(argv[1:])
         args = _parser().parse_args(argv)
+        if getattr(args, "plot", None):
+            from torchmoe.alloc.plots import check_plot
+
+            check_plot(args.plot)
         run: Callable[[argparse.Namespace], int] = args.run
         return run(args)
     except TorchMoEError as e:
@@ -131,10 +143,30 @@ def _specs(args: argparse.Namespace) -> tuple[ClusterSpec, MoESpec, Workload]:
     if args.profile:
         from torchmoe.alloc.profile import Profile
 
-        cluster = Profile.load(args.profile).apply(cluster, head_dim=model.qk_dim)
-    micro = args.micro[0] if args.micro else 1
-    w = Workload(seq_len=args.seq, micro_batch=micro, global_batch=args.batch, shard_optimizer=args.shard_optimizer)
+        measured = Profile.load(args.profile)
+        if measured.dtype != args.dtype:
+            raise ConfigError(
+                f"the profile was measured in {measured.dtype} and the plan is for {args.dtype}; "
+                f"measure with profile --dtype {args.dtype}, or plan with --dtype {measured.dtype}"
+            )
+        cluster = measured.apply(cluster, head_dim=model.qk_dim)
+    cluster.gpu.peak(args.dtype)  # refuses a dtype that the GPU does not have
+    for b in args.micro:
+        if b < 1 or args.batch % b:
+            raise ConfigError(f"--micro {b} does not divide --batch {args.batch} sequences; give divisors of it, from 1")
+    w = Workload(
+        seq_len=args.seq,
+        micro_batch=args.micro[0] if args.micro else 1,
+        global_batch=args.batch,
+        dtype=args.dtype,
+        shard_optimizer=args.shard_optimizer,
+    )
     return cluster, model, w
+
+
+def _drawn(path: str | None) -> None:
+    if path:
+        print(f"wrote {path}")
 
 
 def _modes(args: argparse.Namespace) -> list[Any]:
@@ -151,15 +183,20 @@ def _pair(text: str, name: str) -> tuple[float, float]:
     try:
         a, f = (float(x) for x in text.split(":"))
     except ValueError:
-        raise ConfigError(f"{name} {text!r} must be two numbers A:F, e.g. 20:12") from None
+        a = f = math.nan
+    if not (0 < a < math.inf and 0 < f < math.inf):
+        raise ConfigError(f"{name} {text!r} must be two positive numbers A:F, e.g. 20:12") from None
     return a, f
 
 
 def _lengths(text: str) -> list[int]:
     try:
-        return [int(x) for x in text.split(",")]
+        lengths = [int(x) for x in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--lengths {text!r} must be whole numbers with commas, e.g. 4096,8192") from None
+        lengths = []
+    if not lengths or min(lengths) < 1:
+        raise ConfigError(f"--lengths {text!r} must be whole numbers from 1 with commas, e.g. 4096,8192")
+    return lengths
 
 
 def _dump(data: Any) -> int:
@@ -177,6 +214,12 @@ def _dump(data: Any) -> int:
 # ---- commands
 def _plan(args: argparse.Namespace) -> int:
     cluster, model, w = _specs(args)
+    if args.top < 1 or not args.solver_seconds > 0:
+        raise ConfigError(f"--top {args.top} must be at least 1 and --solver-seconds {args.solver_seconds:g} more than 0")
+    if args.emit:
+        from torchmoe.alloc.emit import check_target
+
+        check_target(Path(args.emit))
     if args.ffn_cluster or args.lengths:
         return _split_only(args, cluster, model, w)
     with Progress("strategies", quiet=args.json) as tick:
@@ -190,20 +233,28 @@ def _plan(args: argparse.Namespace) -> int:
             nics=args.nics,
             residual=args.residual,
             simulate=args.simulate,
+            max_seconds=args.solver_seconds,
             progress=tick,
+            **({"micro_batches": args.micro, "split_micro_batches": args.micro} if args.micro else {}),
         )
     best = report.best  # refuses when nothing fits
     if args.emit:
         from torchmoe.alloc.emit import emit_recipe
 
         emit_recipe(report, Path(args.emit), kind=args.kind)
+    if args.plot:
+        from torchmoe.alloc.plots import plot_plan
+
+        plot_plan(report, args.plot, top=args.top)
     if args.json:
         return _dump(report.to_dict())
     _print_plan(report, args)
-    if args.emit:
-        print(f"\nwrote {args.emit}")
+    if args.emit or args.plot:
+        print()
+    _drawn(args.emit)
+    _drawn(args.plot)
     kind = "split" if isinstance(best, Allocation) else "colocated"
-    print(f"\nfastest: {kind}, {best.tokens_per_second:,.0f} tokens/s, step {best.step * 1e3:.1f} ms, MFU {best.mfu:.1%}")
+    print(f"\nfastest: {kind}, {best.tokens_per_second:,.0f} tokens/s, step {best.step * 1e3:.4g} ms, MFU {best.mfu:.1%}")
     return 0
 
 
@@ -216,7 +267,7 @@ def _row(p: Plan) -> list[str]:
         f"{w.recompute}/{w.save}",
         f"{p.memory.total / 2**30:.1f}",
         f"{p.flat * 1e3:.2f}/{p.halo * 1e3:.2f}",
-        f"{p.step * 1e3:.0f}",
+        f"{p.step * 1e3:.0f}" if p.step >= 0.1 else f"{p.step * 1e3:.3g}",
         f"{p.mfu:.1%}",
         p.bottleneck,
     ]
@@ -255,6 +306,11 @@ def _print_plan(report: PlanReport, args: argparse.Namespace) -> None:
 
 def _split_only(args: argparse.Namespace, cluster: ClusterSpec, model: MoESpec, w: Workload) -> int:
     """Allocator alone: two pools, or a table over lengths."""
+    unused = [k for k, given in (("--emit", args.emit), ("--simulate", args.simulate)) if given]
+    if unused:
+        raise ConfigError(f"{' and '.join(unused)} with --lengths or --ffn-cluster: there is no one plan for it; leave it out")
+    if args.plot and not args.lengths:
+        raise ConfigError("--plot with --ffn-cluster needs --lengths: it draws the split over sequence lengths")
     pool = ClusterSpec.load(args.ffn_cluster) if args.ffn_cluster else None
     allocator = RooflineAllocator(
         cluster,
@@ -266,6 +322,7 @@ def _split_only(args: argparse.Namespace, cluster: ClusterSpec, model: MoESpec, 
         micro_batches=_micro(args),
         memory_modes=_modes(args),
         symmetric=pool is None,
+        max_seconds=args.solver_seconds,
     )
     if not args.lengths:
         a = allocator.solve()
@@ -274,6 +331,10 @@ def _split_only(args: argparse.Namespace, cluster: ClusterSpec, model: MoESpec, 
         print(a.explain())
         return 0
     table = allocator.over_lengths(_lengths(args.lengths))
+    if args.plot:
+        from torchmoe.alloc.plots import plot_lengths
+
+        plot_lengths(table, args.plot, title=f"{model.name} on {allocator.world} GPUs: the split by sequence length")
     if args.json:
         return _dump([{"seq_len": r.seq_len, "best": r.best and r.best.to_dict(), "gain": r.gain} for r in table])
     rows = []
@@ -289,33 +350,39 @@ def _split_only(args: argparse.Namespace, cluster: ClusterSpec, model: MoESpec, 
         )
     print_table(["sequence", "A:F GPUs", "groups", "tokens/s", "binds", "re-split gains"], rows)
     print("re-split gains: this length with its own split over this length with the first row's split")
+    _drawn(args.plot)
     return 0
 
 
 def _capacity(args: argparse.Namespace) -> int:
     cluster, model, w = _specs(args)
     with Progress("models", quiet=args.json) as tick:
-        c = capacity(cluster, model, w, grow=args.grow, modes=_modes(args), progress=tick)
+        sizes = {"micro_batches": args.micro, "split_micro_batches": args.micro} if args.micro else {}
+        c = capacity(cluster, model, w, grow=args.grow, modes=_modes(args), progress=tick, **sizes)
+    if c.model is None or c.plan is None:
+        raise ConfigError(f"{model.name} itself does not fit on {cluster.gpus} x {cluster.gpu.name}: {c.reason}")
+    if args.plot:
+        from torchmoe.alloc.plots import plot_capacity
+
+        plot_capacity(c, args.plot)
     if args.json:
         return _dump(
             {
-                "largest": c.model.num_params if c.model else None,
+                "largest": c.model.num_params,
                 "model": c.model.to_dict() if isinstance(c.model, MoESpec) else None,
-                "plan": c.plan.to_dict() if c.plan else None,
+                "plan": c.plan.to_dict(),
                 "next": c.next_model.num_params,
                 "stopped_by": c.stopped_by,
                 "reason": c.reason,
             }
         )
-    if c.model is None or c.plan is None:
-        print(f"{model.name} itself does not fit on {cluster.gpus} x {cluster.gpu.name}: {c.reason}")
-        return 0
     m = c.model
-    sizes = f"{m.num_layers} layers, {m.num_experts} experts of width {m.expert_dim}"
-    print(f"largest that fits: {m.num_params / 1e9:.1f}B parameters ({m.active_params / 1e9:.2f}B active; {sizes})")
+    shape = f"{m.num_layers} layers, {m.num_experts} experts of width {m.expert_dim}"
+    print(f"largest that fits: {m.num_params / 1e9:.1f}B parameters ({m.active_params / 1e9:.2f}B active; {shape})")
     where = c.plan.degrees if isinstance(c.plan, Plan) else f"attention={c.plan.attention_sizes} ffn={c.plan.ffn_sizes}"
     print(f"  with {where}: step {c.plan.step * 1e3:.0f} ms, MFU {c.plan.mfu:.1%}")
     print(f"next ({c.next_model.num_params / 1e9:.1f}B) is stopped by {c.stopped_by}: {c.reason}")
+    _drawn(args.plot)
     return 0
 
 
@@ -323,11 +390,18 @@ def _roofline(args: argparse.Namespace) -> int:
     cluster, model, w = _specs(args)
     m, n = _pair(args.split, "--split")
     qa, qf = _pair(args.nics, "--nics") if args.nics else (m, n)
+    if m != int(m) or n != int(n) or m + n > cluster.gpus or qa + qf > max(cluster.nics, m + n):
+        raise ConfigError(
+            f"--split {args.split} --nics {qa:g}:{qf:g}: both roles need whole GPUs, together at most {cluster.gpus}, "
+            f"and at most {cluster.nics} NICs; change one"
+        )
     if not args.micro:  # a pipeline's micro-batch fills several GPUs: with one sequence the experts would look starved
         w = replace(w, micro_batch=8, global_batch=8 * w.global_batch)
     roofline = Roofline(cluster, model, w, int(m), int(n), qa, qf, mode=args.mode)
     points = [p for s in _lengths(args.lengths) for p in roofline.points(s)]
     if args.plot:
+        from torchmoe.alloc.plots import plot_roofline
+
         plot_roofline(roofline, _lengths(args.lengths), args.plot)
     if args.json:
         return _dump([{**vars(p), "bound": p.bound, "attained": p.attained} for p in points])
@@ -344,8 +418,7 @@ def _roofline(args: argparse.Namespace) -> int:
         for p in points
     ]
     print_table(["sequence", "role", "placement", "FLOPs/byte", "turning point", "binds", "TFLOP/s per GPU"], rows)
-    if args.plot:
-        print(f"wrote {args.plot}")
+    _drawn(args.plot)
     return 0
 
 
@@ -358,10 +431,17 @@ def _simulate(args: argparse.Namespace) -> int:
                 setattr(args, key, value)
     if not args.cluster or not args.model:
         raise ConfigError("simulate needs --preset, or --cluster and --model, or --costs FILE.json")
-    args.seq, args.batch = args.seq or 4096, args.batch or 512
+    args.seq, args.batch = 4096 if args.seq is None else args.seq, 512 if args.batch is None else args.batch
     cluster, model, w = _specs(args)
     with Progress("schedules", quiet=args.json) as tick:
         rows = compare(cluster, model, w, micro_batches=_micro(args), modes=_modes(args), progress=tick)
+    if all(r.step is None for r in rows):
+        raise ConfigError("; ".join(f"{r.scheme}: {r.note}" for r in rows))
+    if args.plot:
+        from torchmoe.alloc.plots import plot_simulation
+
+        where = f"{model.name} on {cluster.gpus} x {cluster.gpu.name}, {args.batch} sequences of {args.seq} tokens"
+        plot_simulation(rows, args.plot, title=where)
     if args.json:
         return _dump([vars(r) for r in rows])
     base = next((r.step for r in rows if r.step is not None), None)
@@ -374,6 +454,7 @@ def _simulate(args: argparse.Namespace) -> int:
         exposed = f"{r.exposed:.1%}" if r.exposed is not None else ""
         table.append([r.scheme, r.layout, r.note, f"{r.step * 1e3:.0f}", f"{base / r.step:.2f}x", bound, exposed])
     print_table(["schedule", "layout", "", "step ms", "speed-up", "bound ms", "not computing"], table)
+    _drawn(args.plot)
     return 0
 
 
@@ -388,6 +469,8 @@ def _simulate_costs(argv: Sequence[str]) -> int:
 def _profile(args: argparse.Namespace) -> int:
     from torchmoe.alloc.profile import profile
 
+    if Path(args.out).is_dir() or not Path(args.out).resolve().parent.is_dir():
+        raise ConfigError(f"cannot write {args.out}: it is a folder, or in none; give a file in an existing folder")
     result = profile(device=args.device, dtype=args.dtype, quick=args.quick, progress=not args.json)
     if not result.writes:
         return 0

@@ -9,7 +9,7 @@ from torchmoe.alloc.planner import Plan, PlanReport
 from torchmoe.costs.model import ModelShape
 from torchmoe.errors import ConfigError
 
-__all__ = ["emit_recipe", "recipe_text"]
+__all__ = ["check_target", "emit_recipe", "recipe_text"]
 
 _HEAD = '''"""Written by ``python -m torchmoe plan --emit``: {what}
 
@@ -48,7 +48,8 @@ def planned() -> Any:
     config = RECIPE.disaggregated({attention}, {ffn})
     config.disag.replicas = {replicas}
     config.disag.cycle = {cycle}
-    return config
+    config.disag.save = "{save}"
+{more}    return config
 '''
 
 _COLOCATED = '''
@@ -60,6 +61,8 @@ def planned() -> Any:
     config.parallelism.pipeline_parallel_degree = {pp}
     config.parallelism.pipeline_parallel_schedule = "1F1B"
     config.parallelism.pipeline_parallel_microbatch_size = {local}
+    # the planned memory is that of torchmoe's experts: they keep no more than save says
+    config.override.imports = [("torchmoe.titan.override.grouped_experts", {{"save": "{save}"}})]
     return {wrapped}
 '''
 
@@ -87,7 +90,7 @@ def _recompute_where_needed(config: Any) -> Any:
 '''
 
 
-def _sizes(shape: ModelShape) -> str:
+def _sizes(shape: ModelShape, seq_len: int) -> str:
     """Arguments of MoEModel, or a refusal: it builds torchtitan's qwen3 blocks."""
     odd = {
         "MLA": shape.mla,
@@ -116,6 +119,8 @@ def _sizes(shape: ModelShape) -> str:
         "expert_dim": shape.expert_dim,
         "vocab": shape.vocab_size,
     }
+    if seq_len > 4096:
+        values["positions"] = seq_len
     if shape.shared_dim:
         values["shared_dim"] = shape.shared_dim
     lines = [f"        {k}={v}," for k, v in values.items()]
@@ -129,18 +134,11 @@ def recipe_text(report: PlanReport, choice: Plan | Allocation, *, module: str = 
     """The recipe of one plan of a report.
 
     Raises:
-        ConfigError: a model or a memory mode that the training program does not have.
+        ConfigError: a model or a dtype that the training program does not have.
     """
     split = isinstance(choice, Allocation)
     w = choice.workload if isinstance(choice, Allocation) else choice.costs.workload
     if isinstance(choice, Allocation):
-        if w.recompute != "none" or w.save != "preact":
-            raise ConfigError(
-                f"the plan needs recompute={w.recompute} and save={w.save}, which a disaggregated run does not have yet; "
-                "plan with --recompute none --save preact"
-            )
-        if choice.residual == "ride":
-            raise ConfigError("the plan needs residual=ride, which torchtitan runs do not have; plan with --residual direct")
         what = f"attention={choice.attention_sizes} ffn={choice.ffn_sizes} replicas={choice.replicas}"
     else:
         what = f"{choice.degrees}, {choice.costs.workload.recompute} recomputation"
@@ -149,7 +147,7 @@ def recipe_text(report: PlanReport, choice: Plan | Allocation, *, module: str = 
     details = (
         f"Predicted for {report.model.name} on {report.cluster.name}: step {choice.step * 1e3:.3g} ms, MFU {choice.mfu:.1%}.\n"
     )
-    sizes = _sizes(report.model)
+    sizes = _sizes(report.model, w.seq_len)
     if not report.model.qk_norm:
         details += "torchtitan's qwen3 block adds query and key norms that the planned model does not have.\n"
     text = _HEAD.format(
@@ -169,7 +167,13 @@ def recipe_text(report: PlanReport, choice: Plan | Allocation, *, module: str = 
         # one global micro-batch spans the replicas, each takes its block of it
         text = text.replace(f"microbatch={w.micro_batch},", f"microbatch={w.micro_batch * choice.replicas},")
         return text + _SPLIT.format(
-            what=what, attention=choice.attention_sizes, ffn=choice.ffn_sizes, replicas=choice.replicas, cycle=choice.cycle
+            what=what,
+            attention=choice.attention_sizes,
+            ffn=choice.ffn_sizes,
+            replicas=choice.replicas,
+            cycle=choice.cycle,
+            save=w.save,
+            more=_more(choice),
         )
     c = choice.costs
     stages = _recomputed(choice)
@@ -181,8 +185,21 @@ def recipe_text(report: PlanReport, choice: Plan | Allocation, *, module: str = 
         ep=c.ep,
         pp=c.pp,
         local=max(1, w.micro_batch // c.ep),
+        save=w.save,
         wrapped="_recompute_where_needed(config)" if stages else "config",
     )
+
+
+def _more(choice: Allocation) -> str:
+    """Lines of a split recipe for what is not the default."""
+    lines = []
+    if choice.residual == "ride":
+        lines.append('    config.disag.residual = "ride"')
+    if choice.workload.recompute == "full":
+        lines.append("    from torchtitan.distributed.activation_checkpoint import FullAC")
+        lines.append("")
+        lines.append("    config.activation_checkpoint = FullAC.Config()")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _recomputed(plan: Plan) -> list[int]:
@@ -197,12 +214,27 @@ def _recomputed(plan: Plan) -> list[int]:
     return [i for i in range(c.pp) if plain.memory(i).total > room]
 
 
+def check_target(path: Path) -> None:
+    """Refuse a file that could not be imported as a recipe.
+
+    Raises:
+        ConfigError: not a Python module's name, or no such folder.
+    """
+    if path.suffix != ".py" or not path.stem.isidentifier():
+        raise ConfigError(
+            f"a recipe {str(path)!r} is started as a module: its name must be letters, digits and _ with .py behind"
+        )
+    if not path.parent.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no folder {path.parent}; give a file in an existing folder")
+
+
 def emit_recipe(report: PlanReport, path: Path, *, kind: str = "auto") -> None:
     """Write the recipe of the fastest plan that a recipe can express: "auto", "split" or "colocated".
 
     Raises:
         ConfigError: none can, or the folder is not writable.
     """
+    check_target(path)
     module = ".".join(path.with_suffix("").parts[-2:])
     options: list[Plan | Allocation] = []
     if kind in ("auto", "split") and report.split is not None:

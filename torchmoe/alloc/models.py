@@ -65,6 +65,9 @@ class MoESpec(ModelShape, _Spec):
         dim = get("hidden_size")
         heads = get("num_attention_heads")
         experts = get("num_local_experts", "n_routed_experts", "num_experts")
+        for key, value in (("hidden_size", dim), ("num_attention_heads", heads)):
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{key}={value!r} of the {kind} config must be a whole number of at least 1")
         width = get("moe_intermediate_size", default=c.get("intermediate_size") or 0)
         out: dict[str, Any] = {
             "name": str(c.get("_name_or_path") or kind),
@@ -91,7 +94,7 @@ class MoESpec(ModelShape, _Spec):
             }
             if (c.get("moe_layer_freq") or 1) != 1:
                 raise ConfigError(f"moe_layer_freq={c['moe_layer_freq']}: only models with dense layers first are described")
-            return cls(**out)
+            return cls.from_dict(out)
         out["head_dim"] = c.get("head_dim") or dim // heads
         if kind in ("qwen2_moe", "qwen3_moe"):
             dense = sorted(c.get("mlp_only_layers") or [])
@@ -116,7 +119,7 @@ class MoESpec(ModelShape, _Spec):
                 "router_bias": True,
                 "expert_bias": True,
             }
-        return cls(**out)
+        return cls.from_dict(out)
 
     @classmethod
     def from_torchtitan(cls, spec: Any) -> MoESpec:

@@ -6,6 +6,7 @@ Every strategy that fails says which one and by how much. DP grows where a large
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -86,13 +87,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A strategy that breaks a constraint: which, and by how much."""
+    """A strategy that breaks a constraint: which, and by how much; ``least`` bytes of the fullest stage where that is memory."""
 
     pp: int
     ep: int
     dp: int
     constraint: str
     reason: str
+    least: float | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,8 @@ class PlanReport:
 
 
 def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def _strategies(cluster: ClusterSpec) -> Iterator[tuple[int, int, int]]:
@@ -172,6 +175,8 @@ def plan(
     residual: Residuals = "direct",
     split: bool = True,
     simulate: bool = False,
+    split_micro_batches: Sequence[int] = (),
+    max_seconds: float = 60.0,
     progress: Callable[[], None] = lambda: None,
 ) -> PlanReport:
     """Rank the strategies.
@@ -183,6 +188,8 @@ def plan(
         overlap: rank blocking exchanges, ideal overlap, or both.
         nics, residual: of the split plan; ``split=False`` leaves it out.
         simulate: run the split plan through the simulator, choose its cycle by that, and rank it by that.
+        split_micro_batches: of the split plan, sequences per pipeline; none: 1 to 64 in doublings.
+        max_seconds: of the split plan's solver.
         progress: called after each strategy.
     """
     plans: list[Plan] = []
@@ -232,9 +239,20 @@ def plan(
                 )
             )
     plans.sort(key=lambda p: p.step)
-    found, refused = (
-        _split(cluster, model, workload, modes, nics, residual, simulate) if split else (None, "the split was not asked for")
-    )
+    found, refused = None, "the split was not asked for"
+    if split:
+        sizes = split_micro_batches or [b for b in (1, 2, 4, 8, 16, 32, 64) if workload.global_batch % b == 0]
+        allocator = RooflineAllocator(
+            cluster,
+            model,
+            workload,
+            nics=nics,
+            residual=residual,
+            micro_batches=sizes,
+            memory_modes=modes,
+            max_seconds=max_seconds,
+        )
+        found, refused = _split(allocator, simulate)
     return PlanReport(tuple(plans), tuple(rejected), found, refused, cluster, model)
 
 
@@ -257,23 +275,13 @@ def _too_full(cluster: ClusterSpec, w: Workload, pp: int, ep: int, dp: int, leas
         return Rejected(pp, ep, dp, "sequences", f"no micro-batch size divides {w.global_batch} sequences over {ep * dp} GPUs")
     have = cluster.gpu.hbm_bytes
     text = f"the fullest stage needs at least {least / 2**30:.1f} GiB of {have / 2**30:.1f}"
-    return Rejected(pp, ep, dp, "memory", text)
+    return Rejected(pp, ep, dp, "memory", text, least)
 
 
-def _split(
-    cluster: ClusterSpec,
-    model: ModelShape,
-    w: Workload,
-    modes: Sequence[tuple[Recompute, Save]],
-    nics: Nics,
-    residual: Residuals,
-    simulate: bool,
-) -> tuple[Allocation | None, str]:
-    if cluster.gpus < 2:
+def _split(allocator: RooflineAllocator, simulate: bool) -> tuple[Allocation | None, str]:
+    if allocator.world < 2:
         return None, "one GPU cannot be split"
-    sizes = [b for b in (1, 2, 4, 8, 16, 32, 64) if w.global_batch % b == 0]
     try:
-        allocator = RooflineAllocator(cluster, model, w, nics=nics, residual=residual, micro_batches=sizes, memory_modes=modes)
         found = allocator.solve()
     except ConfigError as e:
         return None, str(e)
@@ -286,13 +294,19 @@ def _split(
 
 @dataclass(frozen=True)
 class Capacity:
-    """The largest member of a family that fits, and what stops the next one."""
+    """The largest member of a family that fits, and what stops the next one.
+
+    Args:
+        next_bytes: what the next one needs at least on a GPU, where that is what stops it; ``hbm_bytes`` what a GPU has.
+    """
 
     model: ModelShape | None
     plan: Plan | Allocation | None
     next_model: ModelShape
     stopped_by: str
     reason: str
+    next_bytes: float | None
+    hbm_bytes: float
 
 
 def capacity(
@@ -341,9 +355,10 @@ def capacity(
             high = mid
     failed = report(high)
     counts = Counter(x.constraint for x in failed.rejected)
-    memory = [x for x in failed.rejected if x.constraint == "memory"]
+    memory = [(x.least, x.reason) for x in failed.rejected if x.least is not None]
     stopped, reason = counts.most_common(1)[0][0], failed.nothing_fits()
+    least = None
     if memory:  # the other constraints remove strategies of every member alike
-        stopped = "memory"
-        reason = min(memory, key=lambda x: float(x.reason.split("least ")[1].split()[0])).reason
-    return Capacity(last[0] if last else None, last[1] if last else None, failed.model, stopped, reason)
+        stopped, (least, reason) = "memory", min(memory)
+    model, best = last or (None, None)
+    return Capacity(model, best, failed.model, stopped, reason, least, cluster.gpu.hbm_bytes)

@@ -6,9 +6,7 @@ each role its own turning point: its GPUs' FLOP/s over its NICs' bytes/s (DisagM
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from torchmoe.alloc.specs import ClusterSpec, Workload
@@ -19,7 +17,7 @@ from torchmoe.costs.model import ModelShape
 from torchmoe.costs.traffic import copies_leaving_node
 from torchmoe.errors import ConfigError
 
-__all__ = ["Point", "Roofline", "plot_roofline"]
+__all__ = ["Point", "Roofline"]
 
 Mode = Literal["exact", "paper"]
 
@@ -77,6 +75,9 @@ class Roofline:
                 f"m={self.m}, n={self.n}, nics_a={self.nics_a}, nics_f={self.nics_f}: both sides need a GPU and a NIC"
             )
 
+        if self.cluster.nics < 1:
+            raise ConfigError(f"cluster {self.cluster.name!r} has no NIC: nothing crosses a network; give nics_per_node")
+
     def points(self, seq_len: int) -> list[Point]:
         """Attention and experts, aggregated and split, at one length."""
         return [self.point(r, p, seq_len) for p in ("aggregated", "split") for r in ("attention", "experts")]
@@ -126,55 +127,3 @@ class Roofline:
         if not copies:
             raise ConfigError(f"ep={self.ep} stays in one node: no byte crosses the network; give an ep over several nodes")
         return copies * shape.dim * w.itemsize
-
-
-def plot_roofline(roofline: Roofline, lengths: Sequence[int], path: str | Path) -> None:
-    """Log-log picture: FLOP/s per GPU over intensity, both roles, before and after the split, one marker per length."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("plots need matplotlib; install torchmoe[viz]") from None
-    fig = Figure(figsize=(9, 5.4), layout="constrained")
-    ax = fig.subplots()
-    colors = {"attention": "tab:blue", "experts": "tab:orange"}
-    every = [p for s in lengths for p in roofline.points(s)]
-    low = min(min(p.intensity, p.turning_point) for p in every) / 2
-    high = max(max(p.intensity, p.turning_point) for p in every) * 2
-    for role in ("attention", "experts"):
-        for placement, style in (("aggregated", "--"), ("split", "-")):
-            own = [p for p in every if p.role == role and p.placement == placement]
-            last = own[-1]
-            x = [low, last.turning_point, high]
-            y = [last.ceiling * low / last.turning_point, last.ceiling, last.ceiling]
-            ax.plot(x, [v / 1e12 for v in y], style, color=colors[role], lw=1, alpha=0.6)
-            face = colors[role] if placement == "split" else "white"
-            ax.plot(
-                [p.intensity for p in own],
-                [p.attained / 1e12 for p in own],
-                "o",
-                color=colors[role],
-                markerfacecolor=face,
-                label=f"{role}, {placement} (kink at {last.turning_point:,.0f})",
-            )
-            if role == "attention":
-                for p in own:
-                    own_label = placement == "split"
-                    ax.annotate(
-                        f"{p.seq_len // 1024}K",
-                        (p.intensity, p.attained / 1e12),
-                        textcoords="offset points",
-                        xytext=(-12, 7) if own_label else (16, -9),
-                        fontsize=8,
-                        ha="center",
-                        color=colors[role],
-                    )
-    ax.set_xscale("log")
-    ax.set_yscale("log")
-    ax.set_xlabel("FLOPs per byte on the network")
-    ax.set_ylabel("TFLOP/s per GPU")
-    ax.set_title(
-        f"{roofline.model.name} on {roofline.cluster.name}, split {roofline.m}:{roofline.n} ({roofline.mode} mode)", fontsize=11
-    )
-    ax.grid(True, which="both", alpha=0.2)
-    ax.legend(fontsize=8, loc="lower right")
-    fig.savefig(str(path), dpi=130)

@@ -37,6 +37,8 @@ def load_mapping(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         text = path.read_text()
     except OSError as e:
         raise ConfigError(f"cannot read {path}: {e.strerror}; give a JSON or YAML file or a preset's name") from None
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path} is not text ({e.reason} at byte {e.start}); give a JSON or YAML file") from None
     if path.suffix in (".yaml", ".yml"):
         try:
             import yaml
@@ -65,14 +67,15 @@ class _Spec:
     def from_dict(cls: type[S], data: Mapping[str, Any]) -> S:
         """Build from a mapping whose quantities carry units; unknown and missing keys are refused."""
         known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"{cls.__name__} is read from a mapping of keys to values, not from {data!r}")
         for key in data:
             if key not in known:
                 raise ConfigError(f"{cls.__name__} has no key {key!r}; use {', '.join(known)}")
         for name, f in known.items():
             if name not in data and f.default is MISSING and f.default_factory is MISSING:
                 raise ConfigError(f"{cls.__name__} needs the key {name!r}")
-        values = {k: cls._read(k, v) for k, v in data.items()}
-        return cls(**values)
+        return cls(**{k: _typed(known[k].type, k, cls._read(k, v)) for k, v in data.items()})
 
     @classmethod
     def _read(cls, key: str, value: Any) -> Any:
@@ -115,6 +118,24 @@ def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
         if x <= x1:
             return y0 * exp(log(y1 / y0) * log(x / x0) / log(x1 / x0))
     return points[-1][1]
+
+
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "str": ((str,), "text"),
+    "bool": ((bool,), "true or false"),
+    "Mapping[str, float]": ((Mapping,), "a mapping of names to quantities"),
+    "tuple[int, ...]": ((list, tuple), "a list of whole numbers"),
+}
+
+
+def _typed(annotation: Any, key: str, value: Any) -> Any:
+    """``value`` if it is what the field's annotation says; annotations not listed are checked by the spec itself."""
+    found = _KINDS.get(str(annotation))
+    if found is not None and (not isinstance(value, found[0]) or (isinstance(value, bool) and bool not in found[0])):
+        raise ConfigError(f"{key}={value!r} must be {found[1]}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -254,6 +275,10 @@ class ClusterSpec(_Spec):
         for name in ("nodes", "gpus_per_node"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)!r} of cluster {self.name!r} must be a whole number of at least 1")
+        if self.gpus > 10_000_000:
+            raise ConfigError(f"cluster {self.name!r} has {self.gpus:,} GPUs; plans are made for at most 10 million")
+        if not isinstance(self.nics_per_node, int) or self.nics_per_node < 0:
+            raise ConfigError(f"nics_per_node={self.nics_per_node!r} of cluster {self.name!r} must be a whole number from 0")
         if self.nodes > 1 and (self.nics_per_node < 1 or self.nic_bandwidth <= 0):
             raise ConfigError(
                 f"{self.nodes} nodes with nics_per_node={self.nics_per_node} cannot reach each other; "
@@ -283,7 +308,7 @@ class ClusterSpec(_Spec):
             ConfigError: no such kind, no number of GPUs, or nodes that are not whole.
         """
         kind, _, number = text.lower().rpartition("x")
-        if kind not in NODES or not number.isdigit() or not int(number):
+        if kind not in NODES or not (number.isascii() and number.isdigit() and len(number) < 9 and int(number)):
             raise ConfigError(
                 f"no cluster preset {text!r}; write KINDxGPUS with KIND one of {', '.join(NODES)} (h800x128), or give a JSON file"
             )

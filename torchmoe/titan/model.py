@@ -31,7 +31,8 @@ __all__ = ["MoEModel", "model_spec"]
 
 @dataclass(frozen=True, kw_only=True)
 class MoEModel:
-    """Sizes of a qwen3-style MoE. ``dense`` lists the blocks that have a plain feed-forward instead of experts."""
+    """Sizes of a qwen3-style MoE. ``dense`` lists the blocks that have a plain feed-forward instead of experts; sequences have at
+    most ``positions`` tokens."""
 
     layers: int = 2
     dim: int = 128
@@ -45,6 +46,7 @@ class MoEModel:
     dense: tuple[int, ...] = ()
     dense_dim: int = 256
     vocab: int = 256
+    positions: int = 4096
     load_balance: float | None = 1e-3
 
     @property
@@ -80,7 +82,7 @@ def model_spec(model: MoEModel, *, name: str = "torchmoe") -> ModelSpec:
             wo_param_init={"weight": out},
             inner_attention=_inner_attention(),
             fuse_qkv=True,
-            rope=CosSinRoPE.Config(dim=model.head_dim, max_seq_len=4096, theta=10000.0),
+            rope=CosSinRoPE.Config(dim=model.head_dim, max_seq_len=model.positions, theta=10000.0),
             qk_norm=norm(model.head_dim),
         )
         common = {"attention": attention, "attention_norm": norm(model.dim), "ffn_norm": norm(model.dim)}
