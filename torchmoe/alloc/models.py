@@ -64,10 +64,10 @@ class MoESpec(ModelShape, _Spec):
 
         dim = get("hidden_size")
         heads = get("num_attention_heads")
-        experts = get("num_local_experts", "n_routed_experts", "num_experts")
         for key, value in (("hidden_size", dim), ("num_attention_heads", heads)):
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{key}={value!r} of the {kind} config must be a whole number of at least 1")
+        experts = get("num_local_experts", "n_routed_experts", "num_experts")
         width = get("moe_intermediate_size", default=c.get("intermediate_size") or 0)
         out: dict[str, Any] = {
             "name": str(c.get("_name_or_path") or kind),
