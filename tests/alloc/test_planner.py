@@ -321,6 +321,13 @@ def test_a_wrong_cluster_file_is_refused_in_one_line(
     assert err.startswith("torchmoe: ") and text in err and err.count("\n") == 1
 
 
+def test_a_node_alone_needs_no_nic() -> None:
+    alone = replace(cluster_preset("h200x8"), nics_per_node=0, nic_bandwidth=0.0)
+    w = Workload(seq_len=4096, micro_batch=1, global_batch=64)
+    plans = [plan(c, model_preset("qwen3-30b"), w, split=False).plans for c in (alone, cluster_preset("h200x8"))]
+    assert [p.step for p in plans[0]] == [p.step for p in plans[1]] != []
+
+
 def test_files_that_are_no_text_or_no_model_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     binary, listed, model = tmp_path / "b.json", tmp_path / "l.yaml", tmp_path / "m.json"
     binary.write_bytes(bytes(range(128, 256)))

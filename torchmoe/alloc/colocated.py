@@ -114,7 +114,7 @@ class ColocatedCosts:
         crossing = -(-nodes // (c.nodes_per_switch or nodes)) > 1
         nic = c.nic_share * (c.cross_switch_share if crossing else 1.0)
         hop = c.nic_latency + (c.cross_switch_latency if crossing else 0.0)
-        network = token * remote / nic
+        network = token * remote / nic if remote else 0.0  # a node alone needs no NIC
         local = token * (everything - remote) / (c.intra_bandwidth * c.network_efficiency)
         if (all_to_all or self.all_to_all) == "flat":
             latency = (lanes - 1) * c.intra_latency + (nodes - 1) * lanes * hop
