@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from typing import Any
 
@@ -15,7 +16,7 @@ from torchmoe.comm.halo import HierarchicalAllToAll
 from torchmoe.comm.links import Hop, LinkModel
 from torchmoe.comm.token_exchange import TokenExchange
 from torchmoe.comm.waves import overlapped
-from torchmoe.errors import ExchangeError
+from torchmoe.errors import ConfigError, ExchangeError
 from torchmoe.placement import Deadlines, contiguous_owners
 from torchmoe.testing.ranks import RankContext
 
@@ -219,3 +220,75 @@ def on_meshes(ctx: RankContext) -> tuple[Tensor, Tensor, int]:
     y, _ = layer(x)
     whole = MoELayer(router, build_experts(case, tuple(range(5))))
     return y.detach(), whole(x)[0].detach(), len(layer.experts.w1_EFD)
+
+
+def copied_compiled_elsewhere(ctx: RankContext) -> None:
+    """A copy of an expert-parallel layer, the compiled layer, and a layer built and called with another default device."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (ctx.world,), mesh_dim_names=("ep",))
+    torch.manual_seed(0)
+    layer = MoELayer(TopKRouter(DIM, 4, 2), FusedExpertMLP(4 // ctx.world, DIM, HIDDEN), ep_mesh=mesh)
+    x = torch.randn(5, DIM, generator=torch.Generator().manual_seed(ctx.rank))
+    want, _ = layer(x)
+    average = torch.optim.swa_utils.AveragedModel(layer)
+    average.update_parameters(layer)
+    assert torch.equal(average(x)[0], want) and average.module.exchange is layer.exchange
+    try:
+        pickle.dumps(layer)
+    except ConfigError as e:
+        assert "state_dict()" in str(e)
+    else:
+        raise AssertionError("an exchange was pickled")
+    compiled, _ = torch.compile(layer, backend="aot_eager")(x)
+    torch.testing.assert_close(compiled, want)
+    compiled.sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+    with torch.device("meta"):  # as torch.set_default_device("cuda") does: what is on the host must say so
+        elsewhere = MoELayer(TopKRouter(DIM, 4, 2), FusedExpertMLP(4 // ctx.world, DIM, HIDDEN), ep_mesh=mesh)
+        elsewhere.to_empty(device="cpu").load_state_dict(layer.state_dict())
+        y, _ = elsewhere(x)
+        y.sum().backward()
+    assert torch.equal(y, want)
+
+
+def sharded_over_replicas(ctx: RankContext) -> tuple[Tensor, dict[str, Tensor], tuple[int, ...]]:
+    """2 replicas x 2 expert-parallel ranks: FSDP2 over the replicas for the experts, over all ranks for the router."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    experts = build_experts(SAMPLE | {"experts": 4}, owned := (0, 1) if mesh["ep"].get_local_rank() == 0 else (2, 3))
+    layer = MoELayer(TopKRouter(DIM, 4, 2, dtype=torch.float64), experts, ep_mesh=mesh["ep"])
+    layer.router.weight_ED.data.copy_(torch.randn(4, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+    fully_shard(layer.experts, mesh=mesh["dp"])
+    fully_shard(layer, mesh=init_device_mesh("cpu", (4,)))
+    x = torch.randn(4, 7, DIM, generator=torch.Generator().manual_seed(2), dtype=torch.float64)[ctx.rank]
+    y, _ = layer(x)
+    y.square().sum().backward()
+    # FSDP2 takes the mean over its mesh
+    ranks = {n: 2 if n.startswith("experts") else 4 for n, _ in layer.named_parameters()}
+    grads = {n: p.grad.full_tensor() * ranks[n] for n, p in layer.named_parameters()}  # type: ignore[union-attr]
+    return y.detach(), grads, owned
+
+
+def saved_and_loaded(ctx: RankContext, folder: str) -> None:
+    """7 experts on 3 ranks go into one DCP checkpoint; 2 ranks load it again."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from torchmoe.titan.checkpoint import ExpertShards
+
+    exchange = AllToAllExchange.from_mesh(init_device_mesh("cpu", (ctx.world,)), num_experts=7)
+    mine = exchange.local_experts
+    layer = MoELayer(TopKRouter(DIM, 7, 2), FusedExpertMLP(len(mine), DIM, HIDDEN), exchange=exchange)
+    for i, p in enumerate(layer.parameters()):
+        own = torch.tensor([100.0 * e for e in mine]).view(-1, 1, 1) if p.ndim == 3 else 0.0
+        p.data = torch.zeros_like(p) + i + own if ctx.world == 3 else torch.zeros_like(p)
+    state = {n: ExpertShards(t, mine, 7) if n.startswith("experts.") else t for n, t in layer.state_dict().items()}
+    if ctx.world == 3:
+        dcp.save(state, checkpoint_id=folder)
+        return
+    dcp.load(state, checkpoint_id=folder)
+    for i, p in enumerate(layer.parameters()):
+        assert p.flatten(1)[:, 0].tolist() == [i + 100.0 * e if p.ndim == 3 else i for e in (mine if p.ndim == 3 else range(7))]

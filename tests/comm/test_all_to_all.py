@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,12 +26,15 @@ from .ep_programs import (
     Fixed,
     all_dtypes,
     build_experts,
+    copied_compiled_elsewhere,
     expert_parallel,
     flat,
     on_meshes,
     one_device,
     other_rows,
     random_routing,
+    saved_and_loaded,
+    sharded_over_replicas,
 )
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}  # relative to the norm
@@ -139,6 +145,48 @@ def test_ep_mesh_takes_a_dimension_of_a_device_mesh() -> None:
     assert [n for _, _, n in out] == [3, 2, 3, 2]
     for got, want, _ in out:
         assert relative_error(got, want) < 1e-12
+
+
+def test_a_layer_is_copied_compiled_and_used_under_another_default_device() -> None:
+    run_ranks(copied_compiled_elsewhere, 2, backend="gloo", timeout=240)
+
+
+def test_fsdp2_over_the_replicas_of_expert_parallelism() -> None:
+    """The experts' own FSDP2 group is gathered inside their forward; the layer once read their sharded size before it."""
+    out = run_ranks(sharded_over_replicas, 4, backend="gloo", timeout=240)
+    whole = MoELayer(TopKRouter(DIM, 4, 2, dtype=torch.float64), build_experts(SAMPLE | {"experts": 4}, (0, 1, 2, 3)))
+    whole.router.weight_ED.data.copy_(torch.randn(4, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+    x = torch.randn(4, 7, DIM, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    y, _ = whole(x)
+    y.square().sum().backward()
+    for rank, (got, grads, owned) in enumerate(out):
+        assert relative_error(got, y[rank].detach()) < 1e-12
+        for name, p in whole.named_parameters():
+            assert p.grad is not None
+            assert relative_error(grads[name], p.grad[list(owned)] if name.startswith("experts") else p.grad) < 1e-12
+
+
+def test_a_checkpoint_of_three_ranks_loads_on_two(tmp_path: Path) -> None:
+    run_ranks(saved_and_loaded, 3, backend="gloo", timeout=240, args=(str(tmp_path),))
+    run_ranks(saved_and_loaded, 2, backend="gloo", timeout=240, args=(str(tmp_path),))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda x, ids, gates: (x, ids.float(), gates), "expert ids torch.float32 integers"),
+        (lambda x, ids, gates: (x, ids, ids), "gates torch.int64 must be floating"),
+        (lambda x, ids, gates: (x.long(), ids, gates), "x torch.int64"),
+        (lambda x, ids, gates: (x, ids.to("meta"), gates), "expert ids on meta"),
+    ],
+)
+def test_tokens_of_a_wrong_type_are_refused_before_anything_is_sent(change: Any, text: str) -> None:
+    def program(ctx: RankContext) -> None:
+        exchange = flat(ctx, num_experts=2)
+        with pytest.raises(ConfigError, match=text):
+            exchange.dispatch(*change(torch.ones(3, 4), torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1)))
+
+    run_ranks(program, 2)
 
 
 @given(cases())

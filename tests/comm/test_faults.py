@@ -311,3 +311,11 @@ def test_calls_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
         strict=True,
     ):
         assert all(w in text for w in words), text
+
+
+def test_a_fault_that_does_not_exist_is_refused() -> None:
+    """A fault that never happens would make every test of it pass."""
+    with pytest.raises(ConfigError, match="fault kind 'slow' is unknown"):
+        Fault("slow", "rows")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="nth=-1"):
+        Fault("late", "rows", nth=-1)

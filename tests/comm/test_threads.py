@@ -242,7 +242,7 @@ def test_pytorch_188655_a_second_wait_gives_the_same_and_a_dropped_handle_warns(
         ({"residual": "direct"}, "use residual='local'"),
         ({"combine": "mean"}, "use one of 'partial', 'slots'"),
         ({"dtype": torch.int32}, "use a floating point type"),
-        ({"dim": 0}, "must be at least 1"),
+        ({"dim": 0}, "dim=0 must be a whole number >= 1"),
     ],
 )
 def test_megatron_1862_every_refused_pair_of_settings_says_why_and_what_to_change(settings: dict[str, Any], why: str) -> None:

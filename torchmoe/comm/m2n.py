@@ -304,7 +304,7 @@ class M2NExchange:
             rows = [self.plan.capacity or 0] * len(sources)
             return self._messages.post("counts", key, "recv", [], lambda: ReceivedRoute.fixed(rows))
         # filled with what no count is, so that a message that is too short is not taken for whole
-        buffer = torch.full((len(sources), 8 * (COUNTS_HEADER + 2 * num_next)), 255, dtype=torch.uint8)
+        buffer = torch.full((len(sources), 8 * (COUNTS_HEADER + 2 * num_next)), 255, dtype=torch.uint8, device="cpu")
         expected = [self._messages.header("counts", key, s, self.transport.rank, -1) for s in sources]
         ops = [P2P("recv", s, b) for s, b in zip(sources, buffer.unbind(), strict=True)]
 

@@ -104,12 +104,12 @@ class Arrivals:
         words = layout.proof_on_device(buffer)
         event = None
         if buffer.device.type == "cuda":
-            host = torch.empty(3, dtype=torch.int64, pin_memory=True)
+            host = torch.empty(3, dtype=torch.int64, pin_memory=True, device="cpu")
             host.copy_(words, non_blocking=True)
             words, event = host, torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         size = layout.num_bytes(expected.rows)
-        blank = torch.empty(size, dtype=torch.uint8)  # the rows themselves are not kept for a late check
+        blank = torch.empty(size, dtype=torch.uint8, device="cpu")  # the rows themselves are not kept for a late check
         self._open.append((event, words, lambda w: layout.check([w[0], w[1] & (1 << 40) - 1, w[2]], blank, expected, what)))
 
     def poll(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from torchmoe.comm.transport import P2P, Transport
-from torchmoe.errors import ConfigError
+from torchmoe.errors import ConfigError, check_whole
 from torchmoe.placement import Placement, Residual
 
 __all__ = ["Combine", "Overflow", "Plan", "Sizes", "handshake"]
@@ -41,8 +41,8 @@ class Plan:
     overflow: Overflow
 
     def __post_init__(self) -> None:
-        if self.dim < 1 or self.top_k < 1:
-            raise ConfigError(f"dim={self.dim} and top_k={self.top_k} must be at least 1")
+        check_whole("dim", self.dim, 1, "give the model width")
+        check_whole("top_k", self.top_k, 1, "give the slots of a token")
         if not self.dtype.is_floating_point:
             raise ConfigError(f"dtype={self.dtype} cannot carry gradients; use a floating point type")
         _one_of("residual", self.residual, ("local", "direct", "ride"))
@@ -125,9 +125,9 @@ def handshake(plan: Plan, transport: Transport) -> None:
     text = json.dumps(mine).encode()
     if len(text) > _BYTES:
         raise ConfigError(f"the settings need {len(text)} B of text, {_BYTES} are carried; use fewer groups")
-    sent = torch.zeros(_BYTES, dtype=torch.uint8)
+    sent = torch.zeros(_BYTES, dtype=torch.uint8, device="cpu")
     sent[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    got = {p: torch.zeros(_BYTES, dtype=torch.uint8) for p in peers}
+    got = {p: torch.zeros(_BYTES, dtype=torch.uint8, device="cpu") for p in peers}
     ops = [P2P("recv", p, b) for p, b in got.items()] + [P2P("send", p, sent) for p in peers]
     transport.post("counts", ops, "handshake").wait(placement.deadlines.init)
     for p, b in got.items():

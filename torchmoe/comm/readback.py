@@ -21,7 +21,7 @@ class Readback:
         self._values = values
         self._event: torch.cuda.Event | None = None
         if values.device.type == "cuda":
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
             self._values.copy_(values, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()

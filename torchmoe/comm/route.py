@@ -44,8 +44,8 @@ class SequenceMap:
     def positions(self, where: Where) -> Tensor:
         """Position of every token of an attention rank in its sequence: [T] int64 on the host."""
         held = self.placement.sequences(where.group, where.index, len(self.lengths), where.replica)
-        parts = [torch.arange(self.lengths[q]) for q in held]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long)
+        parts = [torch.arange(self.lengths[q], device="cpu") for q in held]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long, device="cpu")
 
     def segments(self, where: Where, other: GroupId) -> list[tuple[int, int]]:
         """``where``'s tokens cut by the ranks of attention group ``other`` that hold the same sequences: [(index, tokens)].
@@ -186,16 +186,19 @@ class Route:
         """Per F rank and rank of the next attention group: [N, num_next, 2] int64 of (rows, owned slots), on the host."""
         n = len(self.rows)
         if self.padded:  # padding rows are of no next rank, and whoever receives padded rows does not cut them by counts
-            return torch.zeros(n, num_next, 2, dtype=torch.long)
+            return torch.zeros(n, num_next, 2, dtype=torch.long, device="cpu")
         if len(segments) == 1:  # one rank has all these tokens next; always so with one attention group
-            out = torch.zeros(n, num_next, 2, dtype=torch.long)
-            out[:, segments[0][0]] = torch.tensor([self.rows, self.slots]).T
+            out = torch.zeros(n, num_next, 2, dtype=torch.long, device="cpu")
+            out[:, segments[0][0]] = torch.tensor([self.rows, self.slots], device="cpu").T
             return out
         device = self.token_indices_R.device
         next_T = torch.repeat_interleave(
-            torch.tensor([i for i, _ in segments], dtype=torch.long), torch.tensor([t for _, t in segments], dtype=torch.long)
+            torch.tensor([i for i, _ in segments], dtype=torch.long, device="cpu"),
+            torch.tensor([t for _, t in segments], dtype=torch.long, device="cpu"),
         ).to(device)
-        rank_R = torch.repeat_interleave(torch.arange(n), torch.tensor(self.rows, dtype=torch.long)).to(device)
+        rank_R = torch.repeat_interleave(
+            torch.arange(n, device="cpu"), torch.tensor(self.rows, dtype=torch.long, device="cpu")
+        ).to(device)
         flat_R = rank_R * num_next + next_T[self.token_indices_R]
         out = torch.zeros(n * num_next, 2, dtype=torch.long, device=device)
         out[:, 0] = torch.bincount(flat_R, minlength=n * num_next)
@@ -267,8 +270,8 @@ class ReceivedRoute:
     @classmethod
     def fixed(cls, rows: Sequence[int]) -> ReceivedRoute:
         """Every source's rows all go on to the next attention rank of the same index."""
-        counts = torch.zeros(len(rows), len(rows), 2, dtype=torch.long)
-        counts[:, :, 0] = torch.diag(torch.tensor(rows, dtype=torch.long))
+        counts = torch.zeros(len(rows), len(rows), 2, dtype=torch.long, device="cpu")
+        counts[:, :, 0] = torch.diag(torch.tensor(rows, dtype=torch.long, device="cpu"))
         return cls(counts)
 
     @cached_property

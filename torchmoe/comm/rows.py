@@ -132,7 +132,7 @@ class RowWire:
         """
         fields: list[Field] = [(width + 1, torch.int64)]
         mine = zlib.crc32(form.encode())
-        rows = torch.tensor([[mine, *v] for v in values.values()], dtype=torch.int64)
+        rows = torch.tensor([[mine, *v] for v in values.values()], dtype=torch.int64, device="cpu")
         sends = {peer: [rows[i : i + 1]] for i, peer in enumerate(values)}
         pending = self.post(communicator, "counts", sends, dict.fromkeys(values, 1), fields, device=torch.device("cpu"))
         got = {peer: tensors[0][0].tolist() for peer, tensors in pending.wait().items()}

@@ -6,22 +6,41 @@ other way and adds them up per token; ``_out`` is the gradient of ``_back`` and 
 
 from __future__ import annotations
 
+import functools
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchmoe.comm.route import Route
-from torchmoe.errors import ConfigError
+from torchmoe.errors import ConfigError, check_whole
 from torchmoe.placement import contiguous_owners
 
 __all__ = ["Dispatched", "TokenExchange", "check_results"]
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _untraced(method: Callable[P, R]) -> Callable[P, R]:
+    """Sizes of messages are known in the step only: under torch.compile the graph stops before ``method``."""
+
+    @functools.wraps(method)
+    def either(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            from torchmoe.comm.untraced import call
+
+            return call(method, *args, **kwargs)  # type: ignore[no-any-return]
+        return method(*args, **kwargs)
+
+    return either
 
 
 @dataclass(frozen=True)
@@ -52,8 +71,8 @@ class TokenExchange(ABC):
     """
 
     def __init__(self, index: int, num_ranks: int, num_experts: int | None, owners: Sequence[int] | None) -> None:
-        if num_experts is not None and num_experts < 1:
-            raise ConfigError(f"num_experts={num_experts} must be at least 1")
+        if num_experts is not None:
+            check_whole("num_experts", num_experts, 1, "give the experts of all ranks")
         if num_experts is None and owners is not None:
             raise ConfigError(f"owners={list(owners)} were given without num_experts; give both")
         self.index, self.num_ranks, self.num_experts = index, num_ranks, num_experts
@@ -63,6 +82,15 @@ class TokenExchange(ABC):
         if num_experts is not None:
             self.own(contiguous_owners(num_experts, num_ranks) if owners is None else owners)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenExchange:
+        # A copy of a layer (an average of its weights, say) sends over the connections that exist.
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError(
+            f"{type(self).__name__} holds connections to other ranks and cannot be pickled; save the module's state_dict()"
+        )
+
     def own(self, owners: Sequence[int]) -> None:
         """Set who holds which expert (after a migration); the same on all ranks, between two layers' calls."""
         owners = tuple(owners)
@@ -71,11 +99,12 @@ class TokenExchange(ABC):
                 f"owners={list(owners)} must name one of {self.num_ranks} ranks for each of {self.num_experts} experts"
             )
         self.owners = owners
-        self._owners_E = torch.tensor(owners, dtype=torch.long)
-        table = torch.full((len(owners) + 1,), -1, dtype=torch.int32)  # id -1 reads the last entry
-        mine = self.local_experts
-        table[torch.tensor(mine, dtype=torch.long)] = torch.arange(len(mine), dtype=torch.int32)
-        self._local_E = table
+        # Tables are data on the host, also where the model around them is built under torch.device("meta").
+        self._owners_E = torch.tensor(owners, dtype=torch.long, device="cpu")
+        table = [-1] * (len(owners) + 1)  # id -1 reads the last entry
+        for place, expert in enumerate(self.local_experts):
+            table[expert] = place
+        self._local_E = torch.tensor(table, dtype=torch.int32, device="cpu")
 
     @property
     def local_experts(self) -> tuple[int, ...]:
@@ -88,6 +117,7 @@ class TokenExchange(ABC):
         return self._local_E[expert_ids_RK.long()]
 
     # ---- tokens
+    @_untraced
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, gates_TK: Tensor) -> Dispatched:
         """Send every token to the ranks that own one of its experts (differentiable in x and gates).
 
@@ -120,11 +150,16 @@ class TokenExchange(ABC):
                 f"x {x_TD.dtype} and gates {gates_TK.dtype} must be floating point, expert ids {expert_ids_TK.dtype} integers; "
                 "cast them"
             )
+        if not x_TD.device == expert_ids_TK.device == gates_TK.device:
+            raise ConfigError(
+                f"x is on {x_TD.device}, expert ids on {expert_ids_TK.device} and gates on {gates_TK.device}; use one device"
+            )
         self.form = (
             f"tokens of {x_TD.shape[1]} {x_TD.dtype} with {gates_TK.shape[1]} {gates_TK.dtype} gates and "
             f"owners {zlib.crc32(repr(self.owners).encode()):x}"
         )
 
+    @_untraced
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Return the rows of :meth:`dispatch`, one result each, and sum them per token: y_TD (differentiable).
 
@@ -134,6 +169,7 @@ class TokenExchange(ABC):
         return _apply(_Back, self, dispatched.plan, "combine", y_RD)  # type: ignore[no-any-return]
 
     # ---- rows
+    @_untraced
     def all_to_all(self, rows_SD: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int] | None = None) -> Tensor:
         """The plain exchange (differentiable): rows sorted by destination in, rows sorted by source out.
 

@@ -254,9 +254,10 @@ def pack_counts(counts_NC2: Tensor, headers: Sequence[Header], *, plan: int) -> 
         plan: a number that both ends must share, made of all settings of the exchange.
     """
     n = len(headers)
-    words_NW = torch.empty(n, COUNTS_HEADER + counts_NC2[0].numel(), dtype=torch.int64)
+    words_NW = torch.empty(n, COUNTS_HEADER + counts_NC2[0].numel(), dtype=torch.int64, device="cpu")
     words_NW[:, COUNTS_HEADER:] = counts_NC2.reshape(n, -1)
-    words_NW[:, :COUNTS_HEADER] = torch.tensor([(h.sequence, h.layer, h.microbatch, 0, plan, h.rows) for h in headers])
+    heads = [(h.sequence, h.layer, h.microbatch, 0, plan, h.rows) for h in headers]
+    words_NW[:, :COUNTS_HEADER] = torch.tensor(heads, device="cpu")
     words_NW[:, 3] = _counts_checksum(words_NW)
     return list(words_NW.view(torch.uint8).unbind())
 
@@ -307,6 +308,6 @@ def _counts_checksum(words_NW: Tensor) -> Tensor:
 @cache
 def _weights(width: int) -> Tensor:
     """Odd, so that no bit is lost modulo 2**64; the checksum's own word does not count."""
-    weights = torch.arange(1, width + 1, dtype=torch.int64) * 2 + 1
+    weights = torch.arange(1, width + 1, dtype=torch.int64, device="cpu") * 2 + 1
     weights[3] = 0
     return weights
