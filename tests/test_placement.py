@@ -131,6 +131,13 @@ def test_the_model_error_text() -> None:
         ({"attention": []}, "attention=[]"),
         ({"ffn": [1, 0]}, "ffn=[1, 0]"),
         ({"attention": [1] * 5}, "5 groups for 4 MoE layers"),
+        ({"attention": 2}, "attention=2: every group"),
+        ({"attention": [True]}, "attention=[True]"),
+        ({"num_layers": 1.5}, "num_layers=1.5 must be a whole number"),
+        ({"num_experts": 2.5}, "num_experts=2.5"),
+        ({"replicas": 1.5}, "replicas=1.5"),
+        ({"deadlines": 5}, "deadlines=5"),
+        ({"owners": [[0.5, 0.5]] * 4}, "owners[0]=[0.5, 0.5]"),
         ({"num_experts": 0}, "num_experts=0"),
         ({"replicas": 0}, "replicas=0"),
         ({"owners": [[0, 0]]}, "owners has 1 layers"),
@@ -142,6 +149,20 @@ def test_bad_sizes_are_refused_with_the_value(change: dict[str, object], word: s
     with pytest.raises(ConfigError) as e:
         Placement(**(good | change))  # type: ignore[arg-type]
     assert word in str(e.value)
+
+
+def test_questions_about_what_is_not_there_are_refused() -> None:
+    pl = Placement(attention=[2], ffn=[3], num_layers=2, num_experts=6)
+    group = pl.where(0).group
+    for call, text in (
+        (lambda: pl.local_experts(2, 0), r"layer 2 is outside \[0, 2\)"),
+        (lambda: pl.local_experts(0, 3), "rank 3 of F0"),
+        (lambda: pl.sequences(group, 2, 8), "rank 2 of A0"),
+        (lambda: pl.sequences(group, 0, -1), "batch=-1"),
+        (lambda: pl.communicators("remote"), "residual='remote' is unknown"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ConfigError, match=text):
+            call()
 
 
 def test_residual_modes_need_their_groups() -> None:

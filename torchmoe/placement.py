@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from torchmoe.errors import ConfigError
+from torchmoe.errors import ConfigError, check_whole
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -128,21 +128,23 @@ class Placement:
     deadlines: Deadlines = field(default_factory=Deadlines)
 
     def __post_init__(self) -> None:
+        for name in ("num_layers", "num_experts", "replicas"):
+            check_whole(name, getattr(self, name), 1, "give what the model and the run have")
+        if not isinstance(self.deadlines, Deadlines):
+            raise ConfigError(f"deadlines={self.deadlines!r} is no Deadlines; pass Deadlines(exchange=..., step=..., init=...)")
         for name in ("attention", "ffn"):
-            sizes = tuple(getattr(self, name))
+            given = getattr(self, name)
+            sizes = tuple(given) if isinstance(given, Iterable) else ()
             object.__setattr__(self, name, sizes)
-            if not sizes or any(not isinstance(n, int) or n < 1 for n in sizes):
+            if not sizes or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
                 raise ConfigError(
-                    f"{name}={list(sizes)}: every group needs at least one rank; give a list of positive sizes, one per group"
+                    f"{name}={given!r}: every group needs at least one rank; give a list of positive sizes, one per group"
                 )
             if len(sizes) > max(self.num_layers, 1):
                 raise ConfigError(
                     f"{name}={list(sizes)} has {len(sizes)} groups for {self.num_layers} MoE layers; "
                     "use at most one group per layer"
                 )
-        for name in ("num_layers", "num_experts", "replicas"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.head not in ("attention", "ffn"):
             raise ConfigError(f"head={self.head!r} is unknown; use 'attention' or 'ffn'")
         if self.owners is None:
@@ -155,7 +157,7 @@ class Placement:
             )
         for layer, table in enumerate(owners):
             n = self.ffn[layer % len(self.ffn)]
-            if len(table) != self.num_experts or any(not 0 <= o < n for o in table):
+            if len(table) != self.num_experts or any(not isinstance(o, int) or not 0 <= o < n for o in table):
                 raise ConfigError(
                     f"owners[{layer}]={list(table)} must name one of the {n} ranks of F{layer % len(self.ffn)} "
                     f"for each of {self.num_experts} experts"
@@ -238,13 +240,20 @@ class Placement:
 
     def expert_owners(self, layer: int) -> tuple[int, ...]:
         """Expert -> index in the layer's F group."""
+        if not 0 <= layer < self.num_layers:
+            raise ConfigError(f"layer {layer} is outside [0, {self.num_layers}); the placement has {self.num_layers} MoE layers")
         if self.owners is not None:
             return tuple(self.owners[layer])
         return contiguous_owners(self.num_experts, self.size(self.ffn_group(layer)))
 
     def local_experts(self, layer: int, index: int) -> tuple[int, ...]:
         """Logical ids, ascending, of the experts of ``layer`` on rank ``index`` of its F group."""
+        self._check_index(self.ffn_group(layer), index)
         return tuple(e for e, o in enumerate(self.expert_owners(layer)) if o == index)
+
+    def _check_index(self, group: GroupId, index: int) -> None:
+        if not 0 <= index < self.size(group):
+            raise ConfigError(f"rank {index} of {group} is outside [0, {self.size(group)}); {group} has {self.size(group)} ranks")
 
     # ---- sequences
     def sequences(self, group: GroupId, index: int, batch: int, replica: int = 0) -> range:
@@ -252,6 +261,9 @@ class Placement:
 
         Rank i of M holds ``[B*i//M, B*(i+1)//M)`` of its replica's block; it may be empty.
         """
+        self._check_index(group, index)
+        if batch < 0:
+            raise ConfigError(f"batch={batch} sequences must be 0 or more")
         block = split_range(0, batch, self.replicas, replica)
         return split_range(block.start, block.stop, self.size(group), index)
 
@@ -313,6 +325,8 @@ class Placement:
 
     def communicators(self, residual: Residual) -> tuple[Communicator, ...]:
         """All communicators of every replica in one fixed order: every rank must create them in this order."""
+        if residual not in get_args(Residual):
+            raise ConfigError(f"residual={residual!r} is unknown; use one of {', '.join(get_args(Residual))}")
         out: dict[tuple[int, str], set[int]] = {}
         for replica in range(self.replicas):
             for kind in ("counts", "dispatch", "combine", "d_combine", "d_dispatch", "ids", "residual", "d_residual", "labels"):

@@ -256,3 +256,21 @@ def test_two_pools_have_their_own_links() -> None:
     assert s.bound == pytest.approx(best.busy, rel=0.05)
     slower = simulate_allocation(replace(a, ffn_cluster=replace(old, nic_latency=1e-2)), best)
     assert slower.makespan > s.makespan
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"goal": "fast"}, "goal='fast' is unknown"),
+        ({"nics": "all"}, "nics='all'"),
+        ({"residual": "local"}, "residual='local'"),
+        ({"groups": (0,)}, "an entry of groups=0"),
+        ({"micro_batches": (0,)}, "an entry of micro_batches=0"),
+        ({"memory_modes": ("full",)}, "memory_modes has 'full'"),
+        ({"max_replicas": 0}, "max_replicas=0"),
+        ({"tie": -1}, "tie=-1"),
+    ],
+)
+def test_options_that_cannot_be_tried_are_refused_at_once(options: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        allocator(**options)

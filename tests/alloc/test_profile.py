@@ -51,6 +51,9 @@ def test_degenerate_links_do_not_invent_numbers() -> None:
     assert c.latency == 0 and c.bandwidth > 0
     with pytest.raises(ConfigError, match="1 message sizes"):
         fit_link({1.0: 1.0})
+    for bad in (math.nan, math.inf, 0.0, -1.0):
+        with pytest.raises(ConfigError, match=f"{bad} s for 1000.0 bytes"):
+            fit_link({10.0: 1.0, 1000.0: bad})
 
 
 def saturating(size: float) -> tuple[float, float]:

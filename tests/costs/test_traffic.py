@@ -121,3 +121,11 @@ def test_uneven_shares_are_refused_by_the_node_form() -> None:
         copies_leaving_node(16, 2, nodes=4, ranks_per_node=1, node_limit=5)
     with pytest.raises(ConfigError, match="top_k=8"):
         copies_leaving_node(16, 8, nodes=4, ranks_per_node=1, node_limit=1)
+
+
+def test_an_unknown_way_of_counting_is_refused() -> None:
+    """It once counted per node, whatever was asked."""
+    with pytest.raises(ConfigError, match="dedup='ranks' is unknown"):
+        copies_leaving_node(16, 2, nodes=2, ranks_per_node=2, dedup="ranks")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="nodes=0"):
+        copies_leaving_node(16, 2, nodes=0, ranks_per_node=2)

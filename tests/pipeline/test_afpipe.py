@@ -181,6 +181,7 @@ def test_forward_only_has_every_forward_and_nothing_else():
     ("kwargs", "text"),
     [
         ({"cycle": 3}, "cycle=3.*2p = 4.*use 4 or more"),
+        ({"cycle": 4.5}, "cycle=4.5 must be a whole number"),
         ({"max_live": 3}, "max_live=3.*needs"),
         ({"weights_held": -1}, "weights_held=-1"),
         ({"transfer": -1.0}, "transfer=-1.0"),

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torchmoe.alloc.milp import solve
 from torchmoe.alloc.problem import Choice, Layout, Problem
@@ -19,7 +19,7 @@ from torchmoe.alloc.split import SplitCosts
 from torchmoe.costs.flops import model_flops
 from torchmoe.costs.memory import MemoryParts
 from torchmoe.costs.model import ModelShape
-from torchmoe.errors import ConfigError
+from torchmoe.errors import ConfigError, check_whole
 from torchmoe.placement import Residual
 
 __all__ = ["MEMORY_MODES", "Allocation", "LengthRow", "RooflineAllocator"]
@@ -232,6 +232,21 @@ class RooflineAllocator:
     tie: float = 0.01
     goal: Literal["fewest_gpus", "mfu"] = "fewest_gpus"
     max_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        known = {"nics": get_args(Nics), "residual": get_args(Residuals), "goal": ("fewest_gpus", "mfu")}
+        for name, allowed in known.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}")
+        for name in ("groups", "micro_batches"):
+            for value in getattr(self, name):
+                check_whole(f"an entry of {name}", value, 1, "leave out what is not to be tried")
+        check_whole("max_replicas", self.max_replicas, 1, "1 tries one pipeline")
+        for mode in self.memory_modes:
+            if len(mode) != 2 or mode[0] not in get_args(Recompute) or mode[1] not in get_args(Save):
+                raise ConfigError(f"memory_modes has {mode!r}; every entry is (recompute, save), e.g. ('full', 'input')")
+        if not 0 <= self.tie < 1:
+            raise ConfigError(f"tie={self.tie} is the share within which times count as equal; give a number in [0, 1)")
 
     @property
     def costs(self) -> SplitCosts:

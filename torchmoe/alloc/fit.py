@@ -63,6 +63,9 @@ def fit_link(measured: Mapping[float, float]) -> LinkCurve:
     """The curve through bytes -> seconds, with the latency and bandwidth of least relative squared error (at least two sizes)."""
     if len(measured) < 2:
         raise ConfigError(f"{len(measured)} message sizes measured; latency and bandwidth need at least two")
+    for size, seconds in measured.items():
+        if not (0 <= size < math.inf and 0 < seconds < math.inf):
+            raise ConfigError(f"{seconds} s for {size} bytes: sizes must be 0 or more, times above 0, both finite; measure again")
     points = _rising(measured)
     # weighted least squares of t = a + b x with weights 1 / t^2
     s = [0.0] * 5

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
-from typing import Literal
+from typing import Literal, get_args
 
-from torchmoe.errors import ConfigError
+from torchmoe.errors import ConfigError, check_whole
 
 __all__ = [
     "Dedup",
@@ -54,6 +54,10 @@ def copies_leaving_node(
     ``node_limit`` restricts a token to that many uniformly chosen nodes first (DeepSeek's routing chooses the best nodes
     instead, which puts a little more experts on each chosen node).
     """
+    for name, value in (("num_experts", num_experts), ("top_k", top_k), ("nodes", nodes), ("ranks_per_node", ranks_per_node)):
+        check_whole(name, value, 1, "give the sizes of the layer and of the cluster")
+    if dedup not in get_args(Dedup):
+        raise ConfigError(f"dedup={dedup!r} is unknown; use one of {', '.join(get_args(Dedup))}")
     ranks = nodes * ranks_per_node
     if num_experts % ranks:
         raise ConfigError(f"num_experts={num_experts} is not a multiple of {ranks} ranks; the closed form needs equal shares")

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from torchmoe.comm.transport import P2P, Message, Transport, Work
-from torchmoe.errors import ConfigError
+from torchmoe.errors import ConfigError, check_whole
 
 __all__ = ["Fault", "FaultyTransport", "Killed"]
 
@@ -42,6 +42,11 @@ class Fault:
     nth: int = 0
     amount: float = 16
 
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise ConfigError(f"fault kind {self.kind!r} is unknown; use one of {', '.join(_KINDS)}")
+        check_whole("nth", self.nth, 0, "it counts the posts from 0")
+
 
 class FaultyTransport:
     """``transport`` with one fault. Everything else passes through.
@@ -53,8 +58,6 @@ class FaultyTransport:
     """
 
     def __init__(self, transport: Transport, fault: Fault, *, process: bool = False) -> None:
-        if fault.kind not in _KINDS:
-            raise ConfigError(f"fault kind {fault.kind!r} is unknown; use one of {', '.join(_KINDS)}")
         self.rank, self.world_size = transport.rank, transport.world_size
         self._inner, self._fault, self._process = transport, fault, process
         self._seen = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from typing import Any
 
@@ -12,12 +13,14 @@ from torch import Tensor
 from tests.pipeline.runtime.af_model import Case, Data, Dense, build_stages, parameters, reference
 from torchmoe.comm.m2n import M2NExchange
 from torchmoe.errors import ConfigError, ScheduleError
+from torchmoe.experts import FusedExpertMLP, RankExperts
 from torchmoe.pipeline.lower import lower
 from torchmoe.pipeline.runtime.runner import Runner
-from torchmoe.pipeline.runtime.stage import Stages
+from torchmoe.pipeline.runtime.stage import AttentionOutput, Stages
 from torchmoe.pipeline.schedules.afpipe import afpipe
 from torchmoe.placement import Placement
-from torchmoe.testing.ranks import run_ranks
+from torchmoe.router import TopKRouter
+from torchmoe.testing.ranks import RankContext, run_ranks
 
 CASES = {
     "1A1F": Case((1,), (1,)),
@@ -202,3 +205,28 @@ def test_wrong_inputs_are_refused_before_anything_is_sent() -> None:
         runner.step(return_outputs=True)
     with pytest.raises(ConfigError, match="eval_schedule"):
         runner.eval()
+
+
+@pytest.mark.parametrize(
+    ("residual", "loss", "text"),
+    [
+        (lambda h: h[:1], lambda h: h.sum(), r"attention\[0\] returned res \(1, 4\) and x \(3, 4\)"),  # would broadcast
+        (lambda h: h, lambda h: h.sum(1), r"the head returned \(3,\); return one scalar"),
+    ],
+)
+def test_what_a_stage_returns_is_checked(residual: Any, loss: Any, text: str) -> None:
+    pl = Placement(attention=[1], ffn=[1], num_layers=1, num_experts=2)
+
+    def program(ctx: RankContext) -> None:
+        exchange = M2NExchange(pl, ctx.transport(pl.communicators("local")), dim=4, top_k=1)
+        router = TopKRouter(4, 2, 1)
+        stages = Stages(
+            attention={0: lambda h, mb: AttentionOutput(residual(h), h, router(h))},
+            embedding=lambda mb: torch.ones(3, 4, requires_grad=True),
+            head=lambda h, mb: loss(h),
+            experts={0: RankExperts(FusedExpertMLP(2, 4, 4), [0, 1], 2)},
+        )
+        runner = Runner(pl, lower(afpipe(pl, 1), pl), stages=stages, exchange=exchange)
+        runner.step(arg_mbs=[(torch.zeros(1, 3),)] if ctx.rank == 0 else None)
+
+    assert re.search(text, run_ranks(program, 2, check=False)[0].text)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchmoe.comm.m2n import Key, M2NExchange, Pending
 from torchmoe.comm.route import Route
+from torchmoe.errors import ConfigError
 from torchmoe.pipeline.action import Action, Op
 from torchmoe.pipeline.runtime.role import Batch, key_of, run_hook, unknown_edge, unknown_op
 from torchmoe.pipeline.runtime.stage import Stages
@@ -95,11 +96,17 @@ class AttentionRole:
             assert self._stages.head is not None and leaf is not None
             labels = self._labels.pop(Key(key.layer - 1, key.microbatch), None)
             loss = self._stages.head(h_TD, mb if labels is None else replace(mb, target=labels))
+            if loss.ndim:
+                raise ConfigError(f"the head returned {tuple(loss.shape)}; return one scalar, the sum of this rank's losses")
             batch.losses.append(loss.detach())
             if batch.train:
                 self._head[key] = loss, leaf
             return
         res_TD, x_TD, routing = self._stages.attention[key.layer](h_TD, mb)
+        if x_TD.ndim != 2 or res_TD.shape != x_TD.shape:  # a residual that broadcasts would pass
+            raise ConfigError(
+                f"attention[{key.layer}] returned res {tuple(res_TD.shape)} and x {tuple(x_TD.shape)}; both are [T, D]"
+            )
         route = self._exchange.route(key.layer, routing.expert_ids_TK, batch.seqs[key.microbatch])
         # riding rows carry h: the experts' input and the residual are one tensor with one gradient
         carried = [res_TD] if self._ride else [res_TD, x_TD]

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from torchmoe.errors import ConfigError, ScheduleError
+from torchmoe.errors import ConfigError, ScheduleError, check_whole
 from torchmoe.pipeline.action import Action, Op, Schedule
 from torchmoe.placement import GroupId, Placement
 
@@ -67,8 +67,9 @@ def afpipe(
     """
     p = max(len(placement.attention), len(placement.ffn))
     cycle = default_cycle(placement) if cycle is None else cycle
-    if num_microbatches < 1:
-        raise ConfigError(f"num_microbatches={num_microbatches} must be at least 1; give every step a micro-batch")
+    check_whole("num_microbatches", num_microbatches, 1, "give every step a micro-batch")
+    if not isinstance(cycle, int):
+        raise ConfigError(f"cycle={cycle!r} must be a whole number of micro-batches; leave it out for {default_cycle(placement)}")
     if cycle < 2 * p:
         raise ConfigError(
             f"cycle={cycle} with {p} groups per role: below 2p = {2 * p} a backward waits for a forward behind it; "
