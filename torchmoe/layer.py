@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchmoe.autocast import autocast_enabled
 from torchmoe.comm.all_to_all import AllToAllExchange
 from torchmoe.comm.token_exchange import TokenExchange
 from torchmoe.dispatch import DispatchQueue
@@ -94,7 +96,10 @@ class MoELayer(nn.Module):
         else:
             if not isinstance(self.experts.w2_EDF, DTensor):  # sharded ones are seen by the experts, when FSDP2 gathered them
                 self._check_held()  # before anything is sent
-            here = self.exchange.dispatch(x_TD, routing.expert_ids_TK, routing.gates_TK)
+            sent_TD = x_TD
+            if autocast_enabled(x_TD.device) and x_TD.dtype != torch.float64:  # rows travel as the experts compute with them
+                sent_TD = x_TD.to(torch.get_autocast_dtype(x_TD.device.type))
+            here = self.exchange.dispatch(sent_TD, routing.expert_ids_TK, routing.gates_TK)
             y_RD = self._experts(here.rows_RD, self.exchange.local_ids(here.expert_ids_RK), here.gates_RK)
             y_TD = self.exchange.combine(y_RD, here)
         if self.shared is not None:

@@ -223,7 +223,7 @@ def on_meshes(ctx: RankContext) -> tuple[Tensor, Tensor, int]:
 
 
 def copied_compiled_elsewhere(ctx: RankContext) -> None:
-    """A copy of an expert-parallel layer, the compiled layer, and a layer built and called with another default device."""
+    """An expert-parallel layer under autocast, a copy of it, compiled, and built and called with another default device."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (ctx.world,), mesh_dim_names=("ep",))
@@ -231,6 +231,13 @@ def copied_compiled_elsewhere(ctx: RankContext) -> None:
     layer = MoELayer(TopKRouter(DIM, 4, 2), FusedExpertMLP(4 // ctx.world, DIM, HIDDEN), ep_mesh=mesh)
     x = torch.randn(5, DIM, generator=torch.Generator().manual_seed(ctx.rank))
     want, _ = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow, _ = layer(x)
+    assert narrow.dtype == torch.bfloat16
+    torch.testing.assert_close(narrow.float(), want, rtol=0.05, atol=0.02)
+    narrow.float().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in layer.parameters())
+    layer.zero_grad()
     average = torch.optim.swa_utils.AveragedModel(layer)
     average.update_parameters(layer)
     assert torch.equal(average(x)[0], want) and average.module.exchange is layer.exchange

@@ -147,7 +147,7 @@ def test_ep_mesh_takes_a_dimension_of_a_device_mesh() -> None:
         assert relative_error(got, want) < 1e-12
 
 
-def test_a_layer_is_copied_compiled_and_used_under_another_default_device() -> None:
+def test_a_layer_is_cast_copied_compiled_and_used_under_another_default_device() -> None:
     run_ranks(copied_compiled_elsewhere, 2, backend="gloo", timeout=240)
 
 
