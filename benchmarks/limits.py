@@ -18,7 +18,7 @@ import torch
 
 from torchmoe.pipeline.costs import Costs
 from torchmoe.pipeline.lower import lower
-from torchmoe.pipeline.schedules.afpipe import afpipe
+from torchmoe.pipeline.schedules.afpipe import AFPipeSchedule
 from torchmoe.pipeline.simulate import simulate
 from torchmoe.pipeline.verify import verify
 from torchmoe.placement import Communicator, Placement
@@ -62,7 +62,7 @@ def ranks(world: int, backend: Any) -> float:
 def big_verify() -> float:
     """64 groups, 256 micro-batches: lowered before the clock starts."""
     placement = Placement(attention=[1] * 32, ffn=[1] * 32, num_layers=32, num_experts=64)
-    schedule = lower(afpipe(placement, 256), placement)
+    schedule = lower(AFPipeSchedule(placement, 256), placement)
     start = time.perf_counter()
     verify(schedule, placement)
     return time.perf_counter() - start
@@ -71,7 +71,7 @@ def big_verify() -> float:
 def big_simulation() -> float:
     """1,024 ranks in 8 groups, 64 micro-batches, 8 chunks per group; costs are uniform, so groups are simulated."""
     placement = Placement(attention=[128] * 4, ffn=[128] * 4, num_layers=32, num_experts=128)
-    schedule = afpipe(placement, 64)
+    schedule = AFPipeSchedule(placement, 64)
     start = time.perf_counter()
     simulate(schedule, Costs(message={"dispatch": 1.0, "combine": 1.0}), placement, record=False)
     return time.perf_counter() - start

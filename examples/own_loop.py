@@ -51,7 +51,7 @@ def train(steps: int = 60) -> list[float]:
         mlps = [tm.FusedExpertMLP(len(ids), DIM, HIDDEN) for ids in mine]
         model = nn.ModuleList(mlps)
         stages = tm.Stages(experts={i: tm.RankExperts(mlp, mine[i], EXPERTS) for i, mlp in enumerate(mlps)})
-    runner = tm.Runner(pl, tm.lower(tm.afpipe(pl, MICROBATCHES), pl), stages=stages, exchange=exchange)
+    runner = tm.Runner(pl, tm.lower(tm.AFPipeSchedule(pl, MICROBATCHES), pl), stages=stages, exchange=exchange)
     optimizer, history = torch.optim.AdamW(model.parameters(), lr=5e-3), list[float]()
     text = torch.tensor(list("".join(topics.topics.values()).encode()))
     for step in range(steps):

@@ -26,9 +26,10 @@ _HOME = {
     "M2NExchange": "torchmoe.comm.m2n",
     "Schedule": "torchmoe.pipeline.action",
     "lower": "torchmoe.pipeline.lower",
-    "afpipe": "torchmoe.pipeline.schedules.afpipe",
+    "AFPipeSchedule": "torchmoe.pipeline.schedules.afpipe",
     "AttentionOutput": "torchmoe.pipeline.runtime.stage",
     "MicroBatch": "torchmoe.pipeline.runtime.stage",
+    "RooflineAllocator": "torchmoe.alloc.allocator",
     "Runner": "torchmoe.pipeline.runtime.runner",
     "Stages": "torchmoe.pipeline.runtime.stage",
 }
@@ -36,6 +37,7 @@ _HOME = {
 __all__ = ["__version__", *sorted(_HOME)]
 
 if TYPE_CHECKING:
+    from torchmoe.alloc.allocator import RooflineAllocator as RooflineAllocator
     from torchmoe.comm.all_to_all import AllToAllExchange as AllToAllExchange
     from torchmoe.comm.auto import AutoAllToAll as AutoAllToAll
     from torchmoe.comm.c10d import C10dTransport as C10dTransport
@@ -52,7 +54,7 @@ if TYPE_CHECKING:
     from torchmoe.pipeline.runtime.stage import AttentionOutput as AttentionOutput
     from torchmoe.pipeline.runtime.stage import MicroBatch as MicroBatch
     from torchmoe.pipeline.runtime.stage import Stages as Stages
-    from torchmoe.pipeline.schedules.afpipe import afpipe as afpipe
+    from torchmoe.pipeline.schedules.afpipe import AFPipeSchedule as AFPipeSchedule
     from torchmoe.placement import Deadlines as Deadlines
     from torchmoe.placement import Placement as Placement
     from torchmoe.router import Routing as Routing

@@ -20,7 +20,7 @@ from torchmoe.costs import disagmoe as d
 from torchmoe.errors import ConfigError
 from torchmoe.pipeline.costs import Costs
 from torchmoe.pipeline.network import Links
-from torchmoe.pipeline.schedules.afpipe import afpipe
+from torchmoe.pipeline.schedules.afpipe import AFPipeSchedule
 from torchmoe.pipeline.schedules.colocated import ColocatedWiring, colocated
 from torchmoe.pipeline.simulate import Simulation, simulate
 from torchmoe.placement import Placement
@@ -220,7 +220,7 @@ def _af(t: _Times, m: int, n: int, nics_a: float, nics_f: float) -> Simulation:
     """AF-Pipe, one group per role, cycle 4."""
     place = Placement(attention=[m], ffn=[n], num_layers=LAYERS, num_experts=64)
     return simulate(
-        afpipe(place, BATCHES, cycle=4),
+        AFPipeSchedule(place, BATCHES, cycle=4),
         _costs(t, m, n, ("dispatch", "combine", "d_combine", "d_dispatch")),
         place,
         residual="local",

@@ -13,7 +13,7 @@ from torchmoe.alloc.presets import cluster_preset, gpu_preset, model_preset
 from torchmoe.alloc.simulated import links_of, placement_of, refine, simulate_allocation
 from torchmoe.alloc.specs import ClusterSpec, Workload
 from torchmoe.errors import ConfigError
-from torchmoe.pipeline.schedules.afpipe import afpipe, live_units
+from torchmoe.pipeline.schedules.afpipe import AFPipeSchedule, live_units
 from torchmoe.placement import Placement
 
 pytest.importorskip("mip", reason="the allocator's solver")
@@ -155,7 +155,7 @@ def test_live_units_bound_what_the_schedule_holds(pa: int, pf: int, batches: int
     place = Placement(attention=[1] * pa, ffn=[1] * pf, num_layers=layers, num_experts=4)
     costs = allocator().costs
     costs = replace(costs, model=replace(SMALL, num_layers=layers))
-    held = live_units(afpipe(place, batches))
+    held = live_units(AFPipeSchedule(place, batches))
     for role, letter in (("attention", "A"), ("ffn", "F")):
         most = max(v for k, v in held.items() if k[0] == letter)
         bound = costs.live_units(role, pa, pf, batches)

@@ -14,7 +14,7 @@ from torchmoe.costs import live_units_af, rows_per_token
 from torchmoe.costs.experts import BLOCK_ROWS
 from torchmoe.costs.memory import FP32, attention_rank_memory, expert_rank_memory, expert_rank_peak
 from torchmoe.pipeline.action import Op
-from torchmoe.pipeline.schedules.afpipe import afpipe
+from torchmoe.pipeline.schedules.afpipe import AFPipeSchedule
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -51,7 +51,7 @@ def test_peak_live_bytes_of_the_main_job_are_predicted(tmp_path: Path) -> None:
     for rank in seen[:2]:
         assert rank["state"] == a.weights + a.optimizer
         assert rank["state"] + rank["peak"] == pytest.approx(a.total, rel=0.1)
-    schedule = afpipe(placement_of(cpu_2a2f()), batches)
+    schedule = AFPipeSchedule(placement_of(cpu_2a2f()), batches)
     order = [("F" if x.op is Op.FORWARD else "B", x.stage // 2, x.microbatch) for x in schedule.lists["F0"]]
     for rank in seen[2:]:
         assert rank["state"] == f.weights + f.optimizer

@@ -12,7 +12,7 @@ from torchmoe.pipeline.action import Op, Schedule
 from torchmoe.pipeline.costs import Costs
 from torchmoe.pipeline.lower import lower
 from torchmoe.pipeline.network import Links
-from torchmoe.pipeline.schedules.afpipe import afpipe, cycles, live_units
+from torchmoe.pipeline.schedules.afpipe import AFPipeSchedule, cycles, live_units
 from torchmoe.pipeline.simulate import simulate
 from torchmoe.pipeline.verify import verify
 from torchmoe.placement import Placement
@@ -58,7 +58,7 @@ def run_in_causal_order(schedule: Schedule, num_layers: int) -> int:
 @settings(max_examples=50, deadline=None)
 def test_every_unit_runs_once_each_way_on_its_group_and_in_causal_order(case):
     placement, n, cycle = case
-    schedule = afpipe(placement, n, cycle=cycle)
+    schedule = AFPipeSchedule(placement, n, cycle=cycle)
     head = 2 * placement.num_layers
     for group in placement.groups():
         acts = schedule.lists[str(group)]
@@ -75,7 +75,7 @@ def test_live_units_stay_within_the_closed_form_of_every_group_and_reach_it_some
     """2(2p-r-1) + (v-1)G + 1 on group r of the chain, where v counts the head (papers.md 1.6)."""
     placement = place(p, p, p * v)
     cycle = factor * p
-    peaks = live_units(afpipe(placement, 4 * cycle, cycle=cycle))
+    peaks = live_units(AFPipeSchedule(placement, 4 * cycle, cycle=cycle))
     padded = -(-(2 * p * v + 1) // (2 * p))
     slack = []
     for group in placement.groups():
@@ -89,7 +89,7 @@ def test_live_units_stay_within_the_closed_form_of_every_group_and_reach_it_some
 def test_every_layout_is_proved_free_of_deadlock(case, held):
     """One and several groups of either role, cycles from 2p to 6p, whole and split backwards, all forms of the residual."""
     placement, n, cycle = case
-    schedule = afpipe(placement, n, cycle=cycle, weights_held=held)
+    schedule = AFPipeSchedule(placement, n, cycle=cycle, weights_held=held)
     for residual in ("local",) if len(placement.attention) == 1 else ("direct", "ride"):
         for look_ahead in (0, 1, 50):
             verify(lower(schedule, placement, residual=residual, look_ahead=look_ahead), placement, residual=residual)
@@ -103,7 +103,7 @@ def test_transfers_as_long_as_a_forward_are_hidden_by_a_cycle_of_4p():
     for cycle in (4, 8):
         for latency in (0.0, 1.0):
             links = Links(latency=latency, host_latency=0.0)
-            run = simulate(afpipe(placement, 32, cycle=cycle), costs, placement, links=links, issue="ahead")
+            run = simulate(AFPipeSchedule(placement, 32, cycle=cycle), costs, placement, links=links, issue="ahead")
             free[cycle, latency] = max(run.busy.values()) / run.makespan
     assert free[4, 0.0] > 0.97 and free[8, 0.0] > 0.97
     assert free[8, 1.0] > 0.96 > free[4, 1.0]
@@ -120,7 +120,7 @@ def test_live_units_never_exceed_the_bound_that_was_asked_for(case, extra):
         for g in placement.groups()
     ]
     bound = max(needs) + extra
-    schedule = afpipe(placement, n, cycle=cycle, max_live=bound)
+    schedule = AFPipeSchedule(placement, n, cycle=cycle, max_live=bound)
     assert max(live_units(schedule).values()) <= bound
     assert run_in_causal_order(schedule, placement.num_layers) == sum(map(len, schedule.lists.values()))
 
@@ -129,7 +129,7 @@ def test_live_units_never_exceed_the_bound_that_was_asked_for(case, extra):
 @settings(max_examples=40, deadline=None)
 def test_delayed_weight_gradients_stay_behind_their_input_gradient_and_only_experts_have_them(case, delay):
     placement, n, cycle = case
-    schedule = afpipe(placement, n, cycle=cycle, weights_held=delay)
+    schedule = AFPipeSchedule(placement, n, cycle=cycle, weights_held=delay)
     for acts in schedule.lists.values():
         seen_input = []
         for a in acts:
@@ -155,12 +155,9 @@ def test_an_order_chosen_for_the_real_times_is_faster_than_one_for_equal_units()
         **dict.fromkeys(("forward", "input_grad", "weight_grad"), seconds),
         message=dict.fromkeys(("dispatch", "combine", "d_combine", "d_dispatch"), 4 * 16.4),
     )
-    ends = [
-        simulate(
-            afpipe(placement, 16, cycle=3, weights_held=4, **pace), c, placement, links=Links(bandwidth=1.0), issue="ahead"
-        ).makespan
-        for pace in ({}, {"seconds": (11.8, 8.0), "transfer": 16.4})
-    ]
+    paces = ({}, {"seconds": (11.8, 8.0), "transfer": 16.4})
+    orders = [AFPipeSchedule(placement, 16, cycle=3, weights_held=4, **pace) for pace in paces]
+    ends = [simulate(s, c, placement, links=Links(bandwidth=1.0), issue="ahead").makespan for s in orders]
     assert ends[1] < 0.99 * ends[0], ends
 
 
@@ -172,7 +169,7 @@ def test_cycles_are_equal_up_to_one_and_none_is_short():
 
 
 def test_forward_only_has_every_forward_and_nothing_else():
-    schedule = afpipe(place(2, 2, 3), 5, forward_only=True)
+    schedule = AFPipeSchedule(place(2, 2, 3), 5, forward_only=True)
     assert schedule.forward_only and {a.op for acts in schedule.lists.values() for a in acts} == {Op.FORWARD}
     assert run_in_causal_order(schedule, 3) == 7 * 5
 
@@ -190,9 +187,9 @@ def test_forward_only_has_every_forward_and_nothing_else():
 )
 def test_bad_parameters_are_refused_with_value_rule_and_remedy(kwargs, text):
     with pytest.raises(ConfigError, match=text):
-        afpipe(place(2, 2, 4), 8, **kwargs)
+        AFPipeSchedule(place(2, 2, 4), 8, **kwargs)
 
 
 def test_no_micro_batch_is_refused():
     with pytest.raises(ConfigError, match="num_microbatches=0"):
-        afpipe(place(1, 1, 1), 0)
+        AFPipeSchedule(place(1, 1, 1), 0)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchmoe.pipeline.lower import lower
-from torchmoe.pipeline.schedules.afpipe import afpipe
+from torchmoe.pipeline.schedules.afpipe import AFPipeSchedule
 from torchmoe.pipeline.verify import verify
 from torchmoe.placement import Placement, Residual
 
@@ -22,7 +22,7 @@ def placements(draw: st.DrawFn) -> Placement:
 @given(placements(), st.integers(1, 13), st.booleans())
 def test_every_schedule_is_free_of_deadlock(pl: Placement, microbatches: int, ride: bool) -> None:
     residual: Residual = "ride" if ride else pl.default_residual
-    schedule = lower(afpipe(pl, microbatches), pl, residual=residual)
+    schedule = lower(AFPipeSchedule(pl, microbatches), pl, residual=residual)
     verify(schedule, pl, residual=residual)
     head = 2 * pl.num_layers
     assert pl.stage_group(head) == pl.stage_group(head - 1)

@@ -7,7 +7,7 @@ import pytest
 from torchmoe.errors import ConfigError, ScheduleError
 from torchmoe.pipeline.action import Action, Op, Schedule
 from torchmoe.pipeline.lower import KINDS, lower, message_layer
-from torchmoe.pipeline.schedules.afpipe import afpipe
+from torchmoe.pipeline.schedules.afpipe import AFPipeSchedule
 from torchmoe.pipeline.verify import verify
 from torchmoe.placement import Placement
 
@@ -18,7 +18,7 @@ def place(p: int, num_layers: int, p_ffn: int | None = None) -> Placement:
 
 def test_one_layer_one_microbatch_without_look_ahead_is_exactly_this():
     placement = place(1, 1)
-    lists = lower(afpipe(placement, 1), placement, look_ahead=0).dump().splitlines()
+    lists = lower(AFPipeSchedule(placement, 1), placement, look_ahead=0).dump().splitlines()
     assert lists == [
         "A0=,0F0,0SEND_F0:counts,0SEND_F0:dispatch,2RECV_F0:combine,2WAIT_F0:combine,2F0,2B0,2SEND_B0:d_combine,"
         "0RECV_B0:d_dispatch,0WAIT_B0:d_dispatch,0B0",
@@ -29,13 +29,13 @@ def test_one_layer_one_microbatch_without_look_ahead_is_exactly_this():
 
 def test_two_attention_groups_send_ids_and_the_residual_directly():
     placement = place(2, 2)
-    rows = lower(afpipe(placement, 1), placement, look_ahead=0).dump().splitlines()
+    rows = lower(AFPipeSchedule(placement, 1), placement, look_ahead=0).dump().splitlines()
     assert rows[1] == (
         "A1=,2RECV_F0:ids,2WAIT_F0:ids,2RECV_F0:combine,2RECV_F0:residual,2WAIT_F0:combine,2WAIT_F0:residual,2F0,"
         "2SEND_F0:counts,2SEND_F0:ids,2SEND_F0:dispatch,2SEND_F0:residual,"
         "2RECV_B0:d_dispatch,2RECV_B0:d_residual,2WAIT_B0:d_dispatch,2WAIT_B0:d_residual,2B0,2SEND_B0:d_combine,2SEND_B0:d_residual"
     )
-    ride = lower(afpipe(placement, 1), placement, residual="ride", look_ahead=0).dump()
+    ride = lower(AFPipeSchedule(placement, 1), placement, residual="ride", look_ahead=0).dump()
     assert "residual" not in ride and "ids" in ride
 
 
@@ -43,7 +43,7 @@ def test_two_attention_groups_send_ids_and_the_residual_directly():
 @pytest.mark.parametrize(("pa", "pf", "layers"), [(1, 1, 3), (2, 2, 5), (1, 2, 4), (3, 2, 6)])
 def test_receives_are_posted_once_before_their_wait_and_never_before_their_size_is_known(pa, pf, layers, look_ahead):
     placement = place(pa, layers, pf)
-    schedule = lower(afpipe(placement, 9), placement, look_ahead=look_ahead)
+    schedule = lower(AFPipeSchedule(placement, 9), placement, look_ahead=look_ahead)
     sent, received = set(), set()
     for acts in schedule.lists.values():
         index = {a: i for i, a in enumerate(acts)}
@@ -74,7 +74,7 @@ def test_receives_are_posted_once_before_their_wait_and_never_before_their_size_
 @pytest.mark.parametrize("look_ahead", [0, 1, 3])
 def test_fixed_sizes_need_no_counts_and_post_dispatches_ahead(look_ahead):
     placement = place(1, 3)
-    schedule = lower(afpipe(placement, 6), placement, look_ahead=look_ahead, fixed_sizes=True)
+    schedule = lower(AFPipeSchedule(placement, 6), placement, look_ahead=look_ahead, fixed_sizes=True)
     verify(schedule, placement)
     acts = schedule.lists["F0"]
     assert not any(a.edge == "counts" for lists in schedule.lists.values() for a in lists)
@@ -88,7 +88,7 @@ def test_fixed_sizes_need_no_counts_and_post_dispatches_ahead(look_ahead):
 @pytest.mark.parametrize("p", [1, 2])
 def test_a_head_on_the_last_f_group_gets_the_labels_and_is_proved_too(p):
     placement = Placement(attention=[2] * p, ffn=[2] * p, num_layers=3, num_experts=4, head="ffn")
-    schedule = lower(afpipe(placement, 5), placement)
+    schedule = lower(AFPipeSchedule(placement, 5), placement)
     verify(schedule, placement)
     owner = str(placement.stage_group(6))
     assert owner[0] == "F" and any(a.edge == "labels" for a in schedule.lists[owner])
@@ -96,20 +96,20 @@ def test_a_head_on_the_last_f_group_gets_the_labels_and_is_proved_too(p):
 
 def test_forward_only_sends_forward_messages_alone():
     placement = place(2, 3)
-    schedule = lower(afpipe(placement, 4, forward_only=True), placement)
+    schedule = lower(AFPipeSchedule(placement, 4, forward_only=True), placement)
     assert schedule.forward_only and schedule.lowered
     assert not any("B" in str(a.op) for acts in schedule.lists.values() for a in acts)
 
 
 def test_text_of_a_lowered_schedule_comes_back():
     placement = place(2, 3)
-    schedule = lower(afpipe(placement, 4), placement)
+    schedule = lower(AFPipeSchedule(placement, 4), placement)
     assert Schedule.load(schedule.dump()) == schedule
 
 
 def test_wrong_units_messages_and_parameters_are_refused():
     placement = place(1, 1)
-    good = afpipe(placement, 1)
+    good = AFPipeSchedule(placement, 1)
     with pytest.raises(ScheduleError, match="messages already"):
         lower(lower(good, placement), placement)
     with pytest.raises(ScheduleError, match="unit 1 is on F0"):

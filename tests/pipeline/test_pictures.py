@@ -13,7 +13,7 @@ from torchmoe.pipeline.compare import UnitCosts, Work, af_scheme, colocated_sche
 from torchmoe.pipeline.costs import Costs
 from torchmoe.pipeline.network import Links
 from torchmoe.pipeline.pictures import perfetto, strip
-from torchmoe.pipeline.schedules.afpipe import afpipe
+from torchmoe.pipeline.schedules.afpipe import AFPipeSchedule
 from torchmoe.pipeline.schedules.pipeline import one_f_one_b
 from torchmoe.pipeline.simulate import simulate
 from torchmoe.pipeline.svg import compare_svg, stack_svg, svg
@@ -24,7 +24,7 @@ PLACEMENT = Placement(attention=[1, 1], ffn=[1, 1], num_layers=3, num_experts=4)
 
 def events():
     c = Costs(message=dict.fromkeys(("dispatch", "combine", "d_combine", "d_dispatch"), 0.5))
-    return simulate(afpipe(PLACEMENT, 4), c, PLACEMENT, links=Links(bandwidth=1.0)).events
+    return simulate(AFPipeSchedule(PLACEMENT, 4), c, PLACEMENT, links=Links(bandwidth=1.0)).events
 
 
 def test_perfetto_has_every_event_and_one_arrow_per_message():

@@ -12,7 +12,7 @@ from torchmoe.errors import ConfigError, ScheduleError
 from torchmoe.pipeline.action import Op, Schedule
 from torchmoe.pipeline.costs import Costs
 from torchmoe.pipeline.network import Host, Links, fair_rates
-from torchmoe.pipeline.schedules.afpipe import afpipe
+from torchmoe.pipeline.schedules.afpipe import AFPipeSchedule
 from torchmoe.pipeline.schedules.colocated import ColocatedWiring, colocated
 from torchmoe.pipeline.schedules.pipeline import gpipe, interleaved_1f1b, one_f_one_b
 from torchmoe.pipeline.schedules.zero_bubble import dualpipev, zb_h1
@@ -78,7 +78,7 @@ def test_warm_up_bubbles_are_those_of_the_paper(p):
     t, t_m2n = 2.0, 0.5
     placement = Placement(attention=[1] * p, ffn=[1] * p, num_layers=p * v, num_experts=4)
     links = Links(latency=t_m2n, host_latency=0.0)
-    run = simulate(afpipe(placement, 8 * p), Costs(forward=t), placement, links=links)
+    run = simulate(AFPipeSchedule(placement, 8 * p), Costs(forward=t), placement, links=links)
     assert run.first[f"F{p - 1}"] == pytest.approx((2 * p - 1) * (t + t_m2n))
 
 
@@ -122,7 +122,7 @@ def test_issuing_ahead_posts_the_next_receive_while_the_device_computes():
 def test_two_streams_share_the_device_by_the_contention_factor():
     """Free overlap hides the shorter direction, a factor of 2 gives nothing over one stream."""
     placement = Placement(attention=[1], ffn=[1], num_layers=2, num_experts=2)
-    schedule = afpipe(placement, 16)
+    schedule = AFPipeSchedule(placement, 16)
     one = simulate(schedule, Costs(), placement, issue="ahead")
     free = simulate(schedule, Costs(), placement, issue="ahead", contention=1.0)
     none = simulate(schedule, Costs(), placement, issue="ahead", contention=2.0)
@@ -138,7 +138,7 @@ def test_per_rank_and_per_group_agree_when_all_ranks_do_the_same(m, n, p, micro)
     placement = Placement(attention=[m] * p, ffn=[n] * p, num_layers=2, num_experts=6)
     c = Costs(message=dict.fromkeys(("dispatch", "combine", "d_combine", "d_dispatch"), 3.0))
     group, rank = (
-        simulate(afpipe(placement, micro), c, placement, links=Links(bandwidth=1.0), per_rank=r) for r in (False, True)
+        simulate(AFPipeSchedule(placement, micro), c, placement, links=Links(bandwidth=1.0), per_rank=r) for r in (False, True)
     )
     assert group.makespan == pytest.approx(rank.makespan, rel=1e-6)
     assert group.busy["A0"] == pytest.approx(rank.busy["A0[0]"])
@@ -146,12 +146,12 @@ def test_per_rank_and_per_group_agree_when_all_ranks_do_the_same(m, n, p, micro)
 
 def test_a_slow_rank_delays_everybody_and_needs_the_per_rank_form():
     placement = Placement(attention=[2], ffn=[2], num_layers=2, num_experts=4)
-    even = simulate(afpipe(placement, 8), Costs(), placement, per_rank=True)
+    even = simulate(AFPipeSchedule(placement, 8), Costs(), placement, per_rank=True)
     c = Costs(ranks={"F0": (1.5, 0.5)})
-    uneven = simulate(afpipe(placement, 8), c, placement, per_rank=True)
+    uneven = simulate(AFPipeSchedule(placement, 8), c, placement, per_rank=True)
     assert uneven.makespan > 1.05 * even.makespan and uneven.busy["F0[0]"] == pytest.approx(3 * uneven.busy["F0[1]"])
     with pytest.raises(ConfigError, match="per_rank=True"):
-        simulate(afpipe(placement, 8), c, placement)
+        simulate(AFPipeSchedule(placement, 8), c, placement)
 
 
 # ---- bounds and memory
@@ -160,7 +160,7 @@ def test_a_slow_rank_delays_everybody_and_needs_the_per_rank_form():
 def test_no_step_is_shorter_than_its_bound_and_every_event_is_inside_it(p, layers, micro, size):
     placement = Placement(attention=[1] * min(p, layers), ffn=[1] * min(p, layers), num_layers=layers, num_experts=4)
     c = Costs(message=dict.fromkeys(("dispatch", "combine", "d_combine", "d_dispatch"), size))
-    run = simulate(afpipe(placement, micro), c, placement, links=Links(bandwidth=1.0))
+    run = simulate(AFPipeSchedule(placement, micro), c, placement, links=Links(bandwidth=1.0))
     assert run.makespan >= run.bound * (1 - 1e-9)
     compute = [e for e in run.events if e.kind == "compute"]
     assert max(e.end for e in compute) == pytest.approx(run.makespan)
@@ -194,7 +194,7 @@ def test_micro_batches_of_different_lengths_cost_their_own_time():
 
 def test_weight_gradients_fill_bubbles_without_more_work():
     placement = Placement(attention=[1, 1], ffn=[1, 1], num_layers=4, num_experts=4)
-    whole, split = afpipe(placement, 12, transfer=0.0), afpipe(placement, 12, transfer=0.0, weights_held=4)
+    whole, split = AFPipeSchedule(placement, 12, transfer=0.0), AFPipeSchedule(placement, 12, transfer=0.0, weights_held=4)
     c = Costs(forward=lambda s: float(s < 8), input_grad=lambda s: float(s < 8), weight_grad=lambda s: float(s < 8))
     a, b = simulate(whole, c, placement, issue="ahead"), simulate(split, c, placement, issue="ahead")
     assert a.busy == pytest.approx(b.busy) and b.makespan <= a.makespan
@@ -242,7 +242,7 @@ def test_a_deadlock_ends_the_simulation_with_its_name():
 
 def test_forward_only_schedules_simulate_too():
     placement = Placement(attention=[1, 1], ffn=[1, 1], num_layers=3, num_experts=4)
-    run = simulate(afpipe(placement, 4, forward_only=True), Costs(), placement)
+    run = simulate(AFPipeSchedule(placement, 4, forward_only=True), Costs(), placement)
     assert {e.action[1] for e in run.events if e.kind == "compute"} == {Op.FORWARD.value}
 
 

@@ -12,7 +12,7 @@ from torchmoe.pipeline.action import Action, Op, Schedule
 from torchmoe.pipeline.costs import Costs
 from torchmoe.pipeline.lower import KINDS, lower, message_layer
 from torchmoe.pipeline.network import Links
-from torchmoe.pipeline.schedules.afpipe import afpipe
+from torchmoe.pipeline.schedules.afpipe import AFPipeSchedule
 from torchmoe.pipeline.schedules.colocated import ColocatedWiring, colocated
 from torchmoe.pipeline.schedules.pipeline import gpipe, interleaved_1f1b, one_f_one_b
 from torchmoe.pipeline.schedules.zero_bubble import dualpipev, zb_h1
@@ -42,7 +42,7 @@ def test_every_generator_is_accepted_up_to_eight_ranks_and_thirty_two_micro_batc
             verify(dualpipev(p, n))
             verify(dualpipev(p, n, overlap=False))
     for n in (1, 8, 13):
-        verify(afpipe(place(p, p), n), place(p, p))
+        verify(AFPipeSchedule(place(p, p), n), place(p, p))
 
 
 @pytest.mark.parametrize("groups", [(1, 1), (2, 1), (2, 2), (4, 1)])
@@ -60,7 +60,7 @@ def test_message_counts_are_the_closed_forms():
     assert sum(verify(interleaved_1f1b(8, 32)).messages.values()) == 960
     assert sum(verify(dualpipev(8, 32)).messages.values()) == 896
     placement = Placement(attention=[3, 2], ffn=[2, 4], num_layers=3, num_experts=4)
-    report = verify(afpipe(placement, 5), placement)
+    report = verify(AFPipeSchedule(placement, 5), placement)
     pairs_af = 3 * 2 + 2 * 4 + 3 * 2  # layers 0, 1, 2: A0F0, A1F1, A0F0
     assert report.messages["dispatch"] == report.messages["counts"] == report.messages["d_dispatch"] == 5 * pairs_af
     assert report.messages["combine"] == report.messages["d_combine"] == 5 * (2 * 2 + 4 * 3 + 2 * 2)
@@ -138,7 +138,7 @@ def test_a_hand_made_deadlock_prints_its_cycle():
 
 
 def test_a_cycle_of_p_deadlocks_which_is_why_it_is_refused():
-    """Interleaved order with G = p = 2 on the A/F chain of 4, built by hand past afpipe's refusal."""
+    """Interleaved order with G = p = 2 on the A/F chain of 4, built by hand past AFPipeSchedule's refusal."""
     from torchmoe.pipeline.schedules.afpipe import _chain_order, _Group
 
     placement = place(2, 4)
@@ -167,7 +167,7 @@ def test_a_cycle_of_p_deadlocks_which_is_why_it_is_refused():
 )
 def test_each_kind_of_edit_is_named(edit, text):
     placement = place(1, 1)
-    good = lower(afpipe(placement, 1), placement, look_ahead=0)
+    good = lower(AFPipeSchedule(placement, 1), placement, look_ahead=0)
     lists = dict(good.lists) | {"F0": tuple(edit(list(good.lists["F0"])))}
     with pytest.raises(ScheduleError, match=text):
         verify(Schedule(lists, 1, lowered=True), placement)
@@ -175,12 +175,12 @@ def test_each_kind_of_edit_is_named(edit, text):
 
 def test_more_live_units_than_memory_allows_are_refused():
     with pytest.raises(ScheduleError, match=r"A0 has .* live units, memory allows 3"):
-        verify(afpipe(place(1, 3), 4), place(1, 3), max_live=3)
+        verify(AFPipeSchedule(place(1, 3), 4), place(1, 3), max_live=3)
 
 
 def test_lists_for_other_groups_are_refused():
     with pytest.raises(ScheduleError, match="the layout has A0, F0"):
-        verify(afpipe(place(2, 2), 4), place(1, 2))
+        verify(AFPipeSchedule(place(2, 2), 4), place(1, 2))
 
 
 # ---- mutants against the sim transport
@@ -319,7 +319,7 @@ def lowered_base(rng: random.Random, most_groups: int, most_batches: int) -> tup
     placement = Placement(attention=[1] * pa, ffn=[1] * pf, num_layers=layers, num_experts=4, head=head)
     residual = rng.choice((placement.default_residual, "ride"))
     p, n, fixed = max(pa, pf), rng.randint(1, most_batches), rng.random() < 0.3
-    order = afpipe(
+    order = AFPipeSchedule(
         placement,
         n,
         cycle=rng.randint(2 * p, 4 * p + 3),
@@ -354,7 +354,7 @@ def test_random_layouts_are_accepted_run_and_simulate(seed):
 def test_halves_of_an_exchange_inside_a_group_find_each_other_in_any_order():
     """The runtime posts both halves together when the second one comes, so receives may be posted in another order than sends."""
     placement = Placement(attention=[1], ffn=[1], num_layers=1, num_experts=4, head="ffn")
-    good = lower(afpipe(placement, 2), placement)
+    good = lower(AFPipeSchedule(placement, 2), placement)
     acts = list(good.lists["F0"])
     acts.remove(posted := Action(2, Op.RECV_F, 1, "combine"))
     acts.insert(acts.index(Action(2, Op.RECV_F, 0, "combine")), posted)

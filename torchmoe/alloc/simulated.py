@@ -13,7 +13,7 @@ from torchmoe.alloc.allocator import Allocation, RooflineAllocator
 from torchmoe.alloc.colocated import ColocatedCosts
 from torchmoe.pipeline.costs import Costs
 from torchmoe.pipeline.network import Links
-from torchmoe.pipeline.schedules.afpipe import afpipe
+from torchmoe.pipeline.schedules.afpipe import AFPipeSchedule
 from torchmoe.pipeline.schedules.colocated import ColocatedWiring, colocated
 from torchmoe.pipeline.simulate import Simulation, simulate
 from torchmoe.placement import Placement
@@ -67,7 +67,7 @@ def simulate_allocation(allocator: RooflineAllocator, a: Allocation, *, record: 
     message = {k: getattr(traffic, k) * w.tokens for k in kinds}
     half = {s: b / 2 for s, b in backward.items()}
     return simulate(
-        afpipe(place, a.micro_batches, cycle=a.cycle, transfer=_transfer(a)),
+        AFPipeSchedule(place, a.micro_batches, cycle=a.cycle, transfer=_transfer(a)),
         Costs(forward=forward, input_grad=half, weight_grad=half, message=message),
         place,
         residual=a.residual,

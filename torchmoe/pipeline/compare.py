@@ -17,7 +17,7 @@ from torchmoe.pipeline.action import Schedule
 from torchmoe.pipeline.costs import Costs
 from torchmoe.pipeline.lower import lower
 from torchmoe.pipeline.network import Host, Links
-from torchmoe.pipeline.schedules.afpipe import afpipe
+from torchmoe.pipeline.schedules.afpipe import AFPipeSchedule
 from torchmoe.pipeline.schedules.colocated import ColocatedWiring, colocated
 from torchmoe.pipeline.schedules.pipeline import check_counts
 from torchmoe.pipeline.simulate import Simulation, simulate
@@ -204,7 +204,7 @@ def af_scheme(
     placement = Placement(attention=[attention] * p, ffn=[experts] * p, num_layers=work.layers, num_experts=experts)
     residual: Residual = "local" if p == 1 else "ride"
     part = units / cut
-    order = afpipe(
+    order = AFPipeSchedule(
         placement,
         work.ranks * work.rounds // units * cut,
         cycle=cycle,

@@ -6,7 +6,6 @@ A wiring turns the text of an action into its meaning. ``verify`` and ``simulate
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from torchmoe.errors import ConfigError, ScheduleError
@@ -82,7 +81,8 @@ def explicit_waits(schedule: Schedule, wiring: Wiring) -> Schedule:
                     yield from (w for w in wiring.before(part) if w.op in MESSAGE)
             yield a
 
-    return replace(schedule, lists={g: tuple(waits(acts)) for g, acts in schedule.lists.items()})
+    lists = {g: tuple(waits(acts)) for g, acts in schedule.lists.items()}
+    return Schedule(lists, schedule.num_microbatches, schedule.lowered, schedule.forward_only)
 
 
 class DisaggregatedWiring:
@@ -258,7 +258,7 @@ class PipelineWiring:
             for i, a in enumerate(acts):
                 out += [*posts[i + 1], *needs[i], a, *(x for part in a.parts if part.op in COMPUTE for x in self.after(part))]
             lists[group] = tuple(out)
-        return replace(schedule, lists=lists, lowered=True)
+        return Schedule(lists, schedule.num_microbatches, lowered=True, forward_only=schedule.forward_only)
 
     def computations(self, schedule: Schedule) -> set[Action]:
         ops = (Op.FORWARD,) if schedule.forward_only else (Op.FORWARD, Op.BACKWARD)

@@ -14,7 +14,7 @@ from torchmoe.errors import ConfigError
 from torchmoe.kernels.scheme import SAVE_MODES
 from torchmoe.pipeline.action import Schedule
 from torchmoe.pipeline.lower import lower
-from torchmoe.pipeline.schedules.afpipe import afpipe
+from torchmoe.pipeline.schedules.afpipe import AFPipeSchedule
 from torchmoe.placement import Deadlines, Head, Placement, Residual
 
 __all__ = ["DisagConfig", "exchange_options", "exchange_plan", "matching_groups", "placement_of", "schedules"]
@@ -146,8 +146,8 @@ def exchange_plan(config: Any, placement: Placement) -> Plan:
 
 def schedules(placement: Placement, disag: DisagConfig, num_microbatches: int) -> tuple[Schedule, Schedule]:
     """The lowered schedules of a training step and of an evaluation."""
-    train = afpipe(placement, num_microbatches, cycle=disag.cycle, weights_held=disag.weights_held)
-    evaluate = afpipe(placement, num_microbatches, cycle=disag.cycle, forward_only=True)
+    train = AFPipeSchedule(placement, num_microbatches, cycle=disag.cycle, weights_held=disag.weights_held)
+    evaluate = AFPipeSchedule(placement, num_microbatches, cycle=disag.cycle, forward_only=True)
     counted = disag.sizes == "exact" or disag.overflow == "grow"
     residual = disag.residual or placement.default_residual
     return (

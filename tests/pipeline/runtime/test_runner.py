@@ -17,7 +17,7 @@ from torchmoe.experts import FusedExpertMLP, RankExperts
 from torchmoe.pipeline.lower import lower
 from torchmoe.pipeline.runtime.runner import Runner
 from torchmoe.pipeline.runtime.stage import AttentionOutput, Stages
-from torchmoe.pipeline.schedules.afpipe import afpipe
+from torchmoe.pipeline.schedules.afpipe import AFPipeSchedule
 from torchmoe.placement import Placement
 from torchmoe.router import TopKRouter
 from torchmoe.testing.ranks import RankContext, run_ranks
@@ -74,10 +74,10 @@ def run_case(ctx: Any, case: Case) -> dict[str, Any]:
     params = {k: v.clone().requires_grad_() for k, v in parameters(case).items()}
     runner = Runner(
         pl,
-        lower(afpipe(pl, case.microbatches, cycle=case.cycle), pl, residual=residual),
+        lower(AFPipeSchedule(pl, case.microbatches, cycle=case.cycle), pl, residual=residual),
         stages=build_stages(case, data, exchange.where, params),
         exchange=exchange,
-        eval_schedule=lower(afpipe(pl, case.microbatches, forward_only=True), pl, residual=residual),
+        eval_schedule=lower(AFPipeSchedule(pl, case.microbatches, forward_only=True), pl, residual=residual),
         trace=True,
     )
     lengths = [case.length(m) for m in range(case.microbatches)]
@@ -168,7 +168,7 @@ def stand_alone(stages: Stages, **kw: Any) -> Runner:
         rank, world_size = 0, 2
 
     exchange = M2NExchange(pl, Wire(), dim=4, top_k=1)  # type: ignore[arg-type]
-    schedule = kw.pop("schedule", None) or lower(afpipe(pl, 2), pl)
+    schedule = kw.pop("schedule", None) or lower(AFPipeSchedule(pl, 2), pl)
     return Runner(pl, schedule, stages=stages, exchange=exchange, **kw)
 
 
@@ -192,7 +192,7 @@ def test_a_missing_stage_is_named(change: dict[str, Any], word: str) -> None:
 def test_a_schedule_without_messages_is_refused() -> None:
     pl = Placement(attention=[1], ffn=[1], num_layers=1, num_experts=2)
     with pytest.raises(ScheduleError, match="lower"):
-        stand_alone(all_stages(), schedule=afpipe(pl, 2))
+        stand_alone(all_stages(), schedule=AFPipeSchedule(pl, 2))
 
 
 def test_wrong_inputs_are_refused_before_anything_is_sent() -> None:
@@ -226,7 +226,7 @@ def test_what_a_stage_returns_is_checked(residual: Any, loss: Any, text: str) ->
             head=lambda h, mb: loss(h),
             experts={0: RankExperts(FusedExpertMLP(2, 4, 4), [0, 1], 2)},
         )
-        runner = Runner(pl, lower(afpipe(pl, 1), pl), stages=stages, exchange=exchange)
+        runner = Runner(pl, lower(AFPipeSchedule(pl, 1), pl), stages=stages, exchange=exchange)
         runner.step(arg_mbs=[(torch.zeros(1, 3),)] if ctx.rank == 0 else None)
 
     assert re.search(text, run_ranks(program, 2, check=False)[0].text)

@@ -18,7 +18,7 @@ from torchmoe.errors import ConfigError, ScheduleError, check_whole
 from torchmoe.pipeline.action import Action, Op, Schedule
 from torchmoe.placement import GroupId, Placement
 
-__all__ = ["afpipe", "cycles", "default_cycle", "live_units"]
+__all__ = ["AFPipeSchedule", "cycles", "default_cycle", "live_units"]
 
 _Unit = tuple[Op, int, int]  # what, unit, micro-batch
 _Orders = dict[str, list[_Unit]]
@@ -37,17 +37,7 @@ def cycles(num_microbatches: int, cycle: int) -> tuple[int, ...]:
     return tuple(base + (i < more) for i in range(count))
 
 
-def afpipe(
-    placement: Placement,
-    num_microbatches: int,
-    *,
-    cycle: int | None = None,
-    max_live: int | None = None,
-    weights_held: int = 0,
-    seconds: tuple[float, float] = (1.0, 1.0),
-    transfer: float = 0.5,
-    forward_only: bool = False,
-) -> Schedule:
+class AFPipeSchedule(Schedule):
     """The compute order of every group (``A0``, ``F0``, ...) for one step; :func:`torchmoe.pipeline.lower.lower` adds messages.
 
     Args:
@@ -65,6 +55,33 @@ def afpipe(
     Raises:
         ConfigError: a cycle below 2p, fewer live units than a cycle needs, a negative number, no micro-batch.
     """
+
+    def __init__(
+        self,
+        placement: Placement,
+        num_microbatches: int,
+        *,
+        cycle: int | None = None,
+        max_live: int | None = None,
+        weights_held: int = 0,
+        seconds: tuple[float, float] = (1.0, 1.0),
+        transfer: float = 0.5,
+        forward_only: bool = False,
+    ) -> None:
+        lists = _lists(placement, num_microbatches, cycle, max_live, weights_held, seconds, transfer, forward_only)
+        super().__init__(lists, num_microbatches, forward_only=forward_only)
+
+
+def _lists(
+    placement: Placement,
+    num_microbatches: int,
+    cycle: int | None,
+    max_live: int | None,
+    weights_held: int,
+    seconds: tuple[float, float],
+    transfer: float,
+    forward_only: bool,
+) -> dict[str, tuple[Action, ...]]:
     p = max(len(placement.attention), len(placement.ffn))
     cycle = default_cycle(placement) if cycle is None else cycle
     check_whole("num_microbatches", num_microbatches, 1, "give every step a micro-batch")
@@ -83,8 +100,7 @@ def afpipe(
     lengths = cycles(num_microbatches, cycle)
     groups = {str(g): _Group(g, placement, lengths) for g in placement.groups()}
     if forward_only:
-        lists = {name: tuple(Action(s, Op.FORWARD, m) for s, m in g.forward) for name, g in groups.items()}
-        return Schedule(lists, num_microbatches, forward_only=True)
+        return {name: tuple(Action(s, Op.FORWARD, m) for s, m in g.forward) for name, g in groups.items()}
     bound = {name: _bound(g, placement, max(lengths), max_live) for name, g in groups.items()}
     head = 2 * placement.num_layers
     pace = _Pace(seconds, transfer, head, one_at_a_time=True)
@@ -98,8 +114,7 @@ def afpipe(
         candidates = [_split(orders, head) for orders in candidates]
         candidates += [run.orders(weights_held) for run in runs]
     best = min(candidates, key=lambda orders: (round(_length(orders, pace), 9), sum(_peaks(orders).values())))
-    lists = {name: tuple(Action(s, op, m) for op, s, m in order) for name, order in best.items()}
-    return Schedule(lists, num_microbatches)
+    return {name: tuple(Action(s, op, m) for op, s, m in order) for name, order in best.items()}
 
 
 class _Group:
