@@ -479,3 +479,18 @@ def test_from_parameters_shares_storage() -> None:
         FusedExpertMLP.from_parameters(source.w1_EFD, source.w2_EDF)
     with pytest.raises(ConfigError, match="w1_EFD is"):
         FusedExpertMLP.from_parameters(source.w2_EDF, source.w2_EDF, source.w3_EFD)
+
+
+def test_one_bias_of_gate_and_up_alone_is_refused() -> None:
+    E, D, F = 2, 3, 4
+    w1, w2, w3 = (nn.Parameter(torch.randn(*shape)) for shape in ((E, F, D), (E, D, F), (E, F, D)))
+    with pytest.raises(ConfigError, match="both a bias or none"):
+        FusedExpertMLP.from_parameters(w1, w2, w3, biases=(nn.Parameter(torch.zeros(E, F)), None, None))
+
+
+def test_a_gradient_of_another_dtype_is_refused() -> None:
+    module = FusedExpertMLP(2, 3, 4)
+    ids, gates, x = torch.tensor([[0], [1]]), torch.ones(2, 1), torch.randn(2, 3)
+    y, saved = module.forward_saved(x, DispatchQueue.build(ids, 2), gates)
+    with pytest.raises(ConfigError, match="convert dy"):
+        module.backward_input(saved, y.double())

@@ -190,3 +190,9 @@ def test_sharded_weights_give_the_gradients_of_one_device(tmp_path: Path) -> Non
         for name, grad in got["grads"].items():
             assert (grad - want[name]).norm() <= 1e-5 * want[name].norm(), name
         assert got["grads"].keys() == {n for n, g in want.items() if g is not None}
+
+
+def test_a_shared_expert_of_another_width_is_refused() -> None:
+    layer = MoELayer(TopKRouter(4, 2, 1), FusedExpertMLP(2, 4, 8), shared=nn.Linear(4, 1))  # would broadcast
+    with pytest.raises(ConfigError, match="check its width"):
+        layer(torch.randn(3, 4))

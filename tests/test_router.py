@@ -54,7 +54,7 @@ def test_logits_are_fp32_whatever_comes_in() -> None:
         same = (routing.expert_ids_TK.sort(-1).values == want).all(-1).double().mean()
         assert float(same) > 0.999
     rounded = router.select(router.scores((x @ router.weight_ED.bfloat16().t()).float())).sort(-1).values
-    assert float((rounded == want).all(-1).double().mean()) < 0.99
+    assert float((rounded == want).all(-1).double().mean()) < 0.995  # about 1 % go elsewhere
 
 
 @settings(max_examples=30, deadline=None)
@@ -249,3 +249,19 @@ def test_empty_batches_route() -> None:
     assert routing.expert_ids_TK.shape == (0, 2) and routing.aux is not None and float(routing.aux) == 0.0
     with pytest.raises(ConfigError, match="lengths sum to 3"):
         router(torch.zeros(2, 4), lengths=[3])
+
+
+def test_replayed_ids_that_are_none_are_refused() -> None:
+    router, x = TopKRouter(4, 8, 2), torch.randn(3, 4)
+    with pytest.raises(RoutingError, match="integers"):
+        router(x, replay_TK=torch.zeros(3, 2))
+    with pytest.raises(RoutingError, match="expert 8 and there are 8"):
+        router(x, replay_TK=torch.full((3, 2), 8))
+
+
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), -1.0])
+def test_a_rate_that_would_spoil_the_bias_is_refused(rate: float) -> None:
+    router = TopKRouter(4, 8, 2, selection_bias=True)
+    with pytest.raises(ConfigError, match="rate"):
+        router.update_bias(torch.ones(8), rate=rate)
+    assert router.expert_bias_E is not None and not router.expert_bias_E.any()

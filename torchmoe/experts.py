@@ -185,6 +185,8 @@ class FusedExpertMLP(nn.Module):
             raise ConfigError(
                 f"{self.activation!r} in layout {self.layout!r} {'needs' if self.gated else 'takes no'} w3; check both"
             )
+        if self._weight("w3_EFD") is not None and (self._weight("b1_EF") is None) != (self._weight("b3_EF") is None):
+            raise ConfigError("only one of b1_EF and b3_EF is given; gate and up have both a bias or none")
 
     def reset_parameters(self) -> None:
         """Uniform(-1/sqrt(fan_in), 1/sqrt(fan_in)) for weights (nn.Linear's rule), zeros for biases."""
@@ -367,6 +369,8 @@ class FusedExpertMLP(nn.Module):
             raise ConfigError(
                 f"dy {tuple(dy_TD.shape)} and x {tuple(saved.x_TD.shape)} differ; pass the gradient of this unit's output"
             )
+        if dy_TD.dtype != saved.x_TD.dtype:
+            raise ConfigError(f"dy is {dy_TD.dtype} and this unit's output was {saved.x_TD.dtype}; convert dy")
         with torch.no_grad():
             kernels = resolve(self.backend, dy_TD.device)
             weights = scheme.weight_views(self.weights(), self.layout)

@@ -103,7 +103,10 @@ class MoELayer(nn.Module):
             y_RD = self._experts(here.rows_RD, self.exchange.local_ids(here.expert_ids_RK), here.gates_RK)
             y_TD = self.exchange.combine(y_RD, here)
         if self.shared is not None:
-            y_TD = y_TD + self.shared(x_TD)
+            shared_TD = self.shared(x_TD)
+            if shared_TD.shape != y_TD.shape:
+                raise ConfigError(f"shared(x) is {tuple(shared_TD.shape)} and must be {tuple(y_TD.shape)}; check its width")
+            y_TD = y_TD + shared_TD
         return y_TD if x.ndim == 2 else y_TD.reshape(x.shape), routing
 
     def _check_held(self) -> None:

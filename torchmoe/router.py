@@ -211,18 +211,26 @@ class TopKRouter(nn.Module):
         scores_TE = self.scores(logits_TE)
         if replay_TK is None:
             ids_TK = self.select(scores_TE)
-        elif replay_TK.ndim == 2 and replay_TK.size(0) == x_TD.size(0):
-            ids_TK = replay_TK
         else:
-            raise RoutingError(
-                f"replay {tuple(replay_TK.shape)} does not fit x {tuple(x_TD.shape)}; pass the ids [T, K] of these tokens"
-            )
+            ids_TK = self._replayed(replay_TK, x_TD)
         aux = None
         if self.sequence_loss:
             lengths = [x_TD.size(0)] if lengths is None else lengths
             weight = 1.0 / max(len(lengths), 1) if loss_weight is None else loss_weight
             aux = self.sequence_loss * weight * sequence_balance_loss(scores_TE, ids_TK, lengths)
         return Routing(ids_TK, self.gates(scores_TE, ids_TK), aux)
+
+    def _replayed(self, ids_TK: Tensor, x_TD: Tensor) -> Tensor:
+        if ids_TK.ndim != 2 or ids_TK.size(0) != x_TD.size(0):
+            raise RoutingError(
+                f"replay {tuple(ids_TK.shape)} does not fit x {tuple(x_TD.shape)}; pass the ids [T, K] of these tokens"
+            )
+        if ids_TK.is_floating_point() or ids_TK.is_complex() or ids_TK.dtype == torch.bool:
+            raise RoutingError(f"replay is {ids_TK.dtype}; expert ids are integers, best int32")
+        # On a device the range is not read: that would stop the host, and the gather there fails by itself.
+        if ids_TK.device.type == "cpu" and ids_TK.numel() and int(ids_TK.max()) >= self.num_experts:
+            raise RoutingError(f"replay has expert {int(ids_TK.max())} and there are {self.num_experts}; -1 drops a slot")
+        return ids_TK
 
     @torch.no_grad()
     def update_bias(self, counts_E: Tensor, *, rate: float = 1e-3) -> None:
@@ -235,6 +243,8 @@ class TopKRouter(nn.Module):
             raise ConfigError(f"counts {tuple(counts_E.shape)} must be [{self.num_experts}]; pass load_counts(ids, E)")
         if self.expert_bias_E is None:
             raise ConfigError("this router has selection_bias=False; there is no bias to update")
+        if not 0 <= rate < math.inf:
+            raise ConfigError(f"rate={rate} must be 0 or more, and finite; a usual one is 1e-3")
         self.expert_bias_E.copy_(updated_bias(self.expert_bias_E, counts_E, rate=rate))
 
     def extra_repr(self) -> str:

@@ -28,8 +28,15 @@ _BY_HIDDEN_ACT = {"silu": ("swiglu", "silu"), "swish": ("swiglu", "silu"), "gelu
 
 
 def register(name: str = "torchmoe") -> None:
-    """Make ``experts_implementation=name`` known to transformers (5.0 or newer). Calling it again changes nothing."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    """Make ``experts_implementation=name`` known to transformers (5.0 or newer). Calling it again changes nothing.
+
+    Raises:
+        ConfigError: transformers is not installed, or older.
+    """
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError as e:
+        raise ConfigError(f"the drop-in needs transformers 5.0 or newer ({e}); pip install 'transformers>=5'") from None
 
     ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
 
