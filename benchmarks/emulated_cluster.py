@@ -205,12 +205,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         links, host = measure_links(cluster)
         out["links"] = {"nominal": rate, "bandwidth": links.bandwidth, "latency": links.latency, "burst": links.burst}
         hosts = measure_units(cluster, dry_schemes(rate), host)
-        out["hosts"] = {family: asdict(h) for family, h in hosts.items()}
+        out["hosts"] = {kind: asdict(h) for kind, h in hosts.items()}
         print(
             f"links: {links.bandwidth * 8e-6:.1f} of {rate * 8e-6:.1f} Mbit/s, latency {1e3 * links.latency:.2f} ms, "
             f"{links.burst / 1e3:.0f} kB free after a pause"
         )
-        units = ", ".join(f"{1e6 * h.unit:.0f} us ({family})" for family, h in hosts.items())
+        units = ", ".join(f"{1e6 * h.unit:.0f} us ({kind})" for kind, h in hosts.items())
         print(f"host: {host.cores} cores; one end of a message {1e6 * host.message:.0f} us, issuing a unit {units}")
         for reading in args.readings:
             for length in args.lengths:

@@ -78,15 +78,23 @@ def work_of(cal: Calibration, rate: float, links: Links | None = None) -> Work:
     return Work(costs=costs, ranks=WORLD, layers=LAYERS, rounds=ROUNDS, links=links or Links(bandwidth=rate))
 
 
-def dry_schemes(rate: float) -> list[Scheme]:
+def dry_schemes(rate: float) -> dict[str, Scheme]:
     """One scheme of each kind of rank, for :func:`.emulated_cluster_ranks.measure_units`."""
     w = work_of(Calibration(4.0, "step"), rate)
-    return [af_scheme(w, p=1, attention=4, cycle=4), colocated_scheme(w)]
+    chosen = (af_scheme(w, p=1, attention=4, cycle=4), af_scheme(w, p=2, attention=2, cycle=8), colocated_scheme(w))
+    return {_kind(s): s for s in chosen}
 
 
 def host_of(scheme: Scheme, hosts: Mapping[str, Host]) -> Host | None:
-    """What the host pays for a scheme: the A/F exchange does more per unit than plain all-to-alls."""
-    return hosts.get(scheme.family, hosts.get("blocking"))
+    """What the host pays for a scheme."""
+    return hosts.get(_kind(scheme))
+
+
+def _kind(scheme: Scheme) -> str:
+    """The A/F exchange does more per unit than plain all-to-alls, and more again where groups hand routing and residual on."""
+    if scheme.placement is None:
+        return "colocated"
+    return "A/F" if len(scheme.placement.attention) == 1 else "A/F, p > 1"
 
 
 def schemes(cal: Calibration, rate: float, links: Links, hosts: Mapping[str, Host], *, full: bool = False) -> list[Scheme]:

@@ -12,7 +12,7 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -321,12 +321,13 @@ def _together() -> float:
 
 
 # ---- links
-def measure_units(cluster: Cluster | Loopback, items: Sequence[Scheme], host: Host) -> dict[str, Host]:
-    """Host costs by family: dry steps of one scheme each, whose computations take no time and whose messages are small."""
-    dry = [s.dry() for s in items]
+def measure_units(cluster: Cluster | Loopback, items: Mapping[str, Scheme], host: Host) -> dict[str, Host]:
+    """Host costs by kind: dry steps of one scheme each, whose computations take no time and whose messages are small."""
+    dry = {kind: s.dry() for kind, s in items.items()}
+    runs_of = run_schemes(cluster, list(dry.values()), 2)
     out = {}
-    for scheme, runs in run_schemes(cluster, dry, 2).items():
-        s = next(x for x in dry if x.name == scheme)
+    for kind, s in dry.items():
+        runs = runs_of[s.name]
         units = ends = 0.0
         for g, acts in s.schedule.lists.items():
             units += s.wiring.size(g) * sum(
@@ -335,7 +336,7 @@ def measure_units(cluster: Cluster | Loopback, items: Sequence[Scheme], host: Ho
             posts = (a for a in acts if a.op in (Op.SEND_F, Op.SEND_B, Op.WAIT_F, Op.WAIT_B))
             ends += sum(s.wiring.pairs(s.wiring.end(a), g) for a in posts)
         cpu = sum(m.cpu for m in runs[-1])
-        out[s.family] = replace(host, unit=max(0.0, cpu - ends * host.message) / units)
+        out[kind] = replace(host, unit=max(0.0, cpu - ends * host.message) / units)
     return out
 
 

@@ -442,7 +442,7 @@ class RooflineAllocator:
         for _ in range(12):
             gpus *= 2
             try:
-                found = replace(self, cluster=self.cluster.resized(gpus), tie=1.0).problem()[0]
+                found = replace(self, cluster=self.cluster.resized(gpus)).problem()[0]
                 choice = solve(found, tie=1.0, max_seconds=self.max_seconds) if found.layouts else None
             except ConfigError:
                 continue
